@@ -30,6 +30,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
 from lightning_topt.plugins.searched_plan import make_fake_optimizers
+from lightning_topt.techniques.technique import RunOptions
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 
@@ -157,7 +158,8 @@ def measure(plan: ParallelPlan, setting: Setting, job: Job) -> Mapping[str, Any]
     """Train under `plan`; return the columns of its row."""
     meter, module = MemoryMeter(job.device), new_module(setting.sizes)
     meter.mark_base(module)
-    engine = Engine(plan, module, device=job.device)
+    options = RunOptions(gather_dtype=torch.bfloat16)
+    engine = Engine(plan, module, device=job.device, options=options)
     engine.apply()
     optimizer: Any = module.configure_optimizers()["optimizer"]
     engine.attach_optimizers([optimizer])

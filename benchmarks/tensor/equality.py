@@ -320,7 +320,9 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
     module = made(model, seed=rank)  # rank 0's parameters count
     names = [name for name, _ in module.named_parameters()]
     world = dist.get_world_size()
-    options = RunOptions(topology=Topology(plan.nodes, world // plan.nodes, rank))
+    topology = Topology(plan.nodes, world // plan.nodes, rank)
+    dtype = torch.bfloat16 if plan.bfloat16 else None
+    options = RunOptions(topology=topology, gather_dtype=dtype)
     engine = Engine(plan.of(model), module, device=CPU, options=options)
     engine.apply()
     optimizer = optimizer_of(module)

@@ -3,7 +3,7 @@
 step = TrainingStep(graph, cluster, optimizer, mesh, batch_size=8)
 step.compute["layers.0"]                                  # seconds (direction, segment)
 step.collective_seconds("all_reduce", nbytes, axes=[0])
-activation_lifetimes(step, "layers.0", recompute=False)   # bytes over the phases of the step
+activation_lifetimes(step, "layers.0", config)            # bytes over the phases of the step
 temporary_bytes(step, shares)                             # of the optimizer's update
 """
 
@@ -51,7 +51,7 @@ from lightning_topt.costs.segments import (
 from lightning_topt.costs.sizes import ROOT, SMALLEST_BYTES, gradient_bytes, kernels_bytes
 from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import Placements
+from lightning_topt.graph.op_config import OpConfig, Placements
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
 # What a call of a torch function on split tensors takes in Python, with its part of backward: a
@@ -93,6 +93,7 @@ class TrainingStep:
         split_calls: calls of torch functions in the forward of blocks whose parameters are split.
         gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they
             are tensors of their own.
+        float32_gathers: see `ParallelPlan`.
         tensor_overlap: gathers and scatters along tensor axes run beside the products that they
             belong to, in parts. Predicted only: no plan runs so.
         local_steps: data ranks train alone, and meet as it says once in many steps, of which a step
@@ -116,6 +117,7 @@ class TrainingStep:
     computes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     split_calls: int = 0
     gradient_views: bool = False
+    float32_gathers: bool = False
     tensor_overlap: bool = False
     local_steps: LocalMethod | None = None
 
@@ -242,6 +244,11 @@ class TrainingStep:
         for name in ("segments", "reduced_last", "tied", "phases", "_parameters"):
             other.__dict__[name] = getattr(self, name)
         return other
+
+    @property
+    def narrow(self) -> frozenset[str]:
+        """The parameters that are gathered in 16 bits where they are in shards."""
+        return frozenset() if self.float32_gathers else self.graph.narrow_parameters
 
     @property
     def on_gloo(self) -> bool:
@@ -479,15 +486,18 @@ def _signature(step: TrainingStep, block: str) -> Hashable:
 # ---- Memory of a block and of the update
 
 
-def activation_lifetimes(step: TrainingStep, block: str, *, recompute: bool) -> Iterator[Lifetime]:
+def activation_lifetimes(step: TrainingStep, block: str, config: OpConfig) -> Iterator[Lifetime]:
     """Yield the activations of every segment of `block`.
 
     Recomputed ones keep their output only and are made again in backward (Chen et al., arXiv
-    1604.06174).
+    1604.06174). Of parameters that are gathered in 16 bits autocast makes no copies.
     """
-    phases, batch_size = step.phases, step.batch_size
+    phases, batch_size, recompute = step.phases, step.batch_size, config.recompute
+    narrow = step.narrow and config.storage.sharded_axes("gradients")
+    graph = step.graph
+    timeline = graph.gathered_timelines[config.storage.level] if narrow else graph.timeline
     for k in step.segments.every.get(block, ()):
-        segment = step.graph.timeline[k]
+        segment = timeline[k]
         kept, output = segment.kept_bytes.at(batch_size), segment.output_bytes.at(batch_size)
         forward, backward = (
             segment.forward_peak_bytes.at(batch_size),

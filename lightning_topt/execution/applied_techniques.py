@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_topt.optim.parallel_step import ParallelStep
-from lightning_topt.techniques.technique import Applied, replaced_by
+from lightning_topt.techniques.technique import Applied
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 
@@ -69,7 +69,12 @@ class AppliedTechniques:
     @property
     def replaced(self) -> dict[Tensor, Tensor]:
         """The parameter that is now in the place of each original one."""
-        return replaced_by(self._applied)
+        found: dict[Tensor, Tensor] = {}
+        for applied in self._applied:
+            # what a later technique replaced again is found under its original, the rest is new
+            later = dict(applied.replaced)
+            found = {original: later.pop(now, now) for original, now in found.items()} | later
+        return found
 
     @property
     def attach(self) -> list[Callable[[Optimizer], ParallelStep | None]]:

@@ -112,7 +112,7 @@ class AttachedOptimizer:
             for index, parameter in enumerate(parameters_of(optimizer))
             if index not in shared and (isinstance(parameter, DTensor) or index in self._split)
         ]
-        # States of sharded parameters, once released or on the host.
+        # States of sharded parameters, once released.
         self._kept: dict[int, State] | None = None
         # Both states of an optimizer whose step is shared over slices, once released.
         self._last: State | None = None
@@ -215,24 +215,12 @@ class AttachedOptimizer:
         ]
         return stored.read(parameters, rows=rows, split=self._split)
 
-    def to_host(self) -> None:
-        """Take the state off the device for good, each rank its own.
-
-        `full_state` and `own_state` still return it.
-        """
-        # Shards are kept here, everything else stays in the optimizer.
-        self._kept = {
-            i: {k: _HostShard.of(v) for k, v in values.items()} for i, values in self._shards()
-        }
-        self._drop_shards()
-        for values in self.optimizer.state.values():
-            values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor)})
-
     def release(self) -> None:
         """Give the optimizer its own step and parameters back, before techniques are undone.
 
-        Its shards are kept here. What is left to it is a part of the state, so its `state_dict` and
-        `step` are refused.
+        Its shards are kept here, in host memory: the device may not hold the unsharded parameters
+        beside them. What is left to it is a part of the state, so its `state_dict` and `step` are
+        refused.
         """
         # Pieces are rows of slices, which are gone once parameters are unsharded.
         if self.parallel_step is not None and self._split:
@@ -242,8 +230,11 @@ class AttachedOptimizer:
             self._local_step.detach()
         if self.parallel_step is not None:
             self.parallel_step.detach()
-        self._kept = dict(self._shards()) if self._kept is None else self._kept
-        self._drop_shards()
+        self._kept = {
+            i: {k: _HostShard.of(v) for k, v in values.items()} for i, values in self._shards()
+        }
+        for index in self._sharded:
+            self.optimizer.state.pop(parameters_of(self.optimizer)[index], None)
         originals = {new: original for original, new in self._replaced.items()}
         follow_parameters(self.optimizer, originals, {})
         if self.parallel_step is not None:
@@ -279,12 +270,6 @@ class AttachedOptimizer:
     def _chunks(self, index: int, values: State) -> State:
         # A parameter's state as the chunks of full tensors that it is
         return {name: chunks_of(value, self._split.get(index)) for name, value in values.items()}
-
-    def _drop_shards(self) -> None:
-        # Take states of sharded parameters from the optimizer
-        parameters = parameters_of(self.optimizer)
-        for index in self._sharded:
-            self.optimizer.state.pop(parameters[index], None)
 
     @contextmanager
     def _without_shards(self) -> Generator[None, None, None]:
@@ -443,12 +428,8 @@ class StageOptimizer:
         }
         self._attached.load({**state, "state": own})
 
-    def to_host(self) -> None:
-        """Take the state off the device for good, each rank its own."""
-        self._attached.to_host()
-
     def release(self) -> None:
-        """Give the optimizer its own step back; its state stays where it is."""
+        """Give the optimizer its own step back."""
         self._attached.release()
         if len(self._groups.pipeline) > 1:
             refuse_state_dict(self.optimizer)
@@ -482,5 +463,10 @@ class _PartOfState:
 
 
 def refuse_state_dict(optimizer: Optimizer) -> None:
-    """Let `state_dict` and `step` of an optimizer that has a part of its state say so."""
+    """Let `state_dict` and `step` of an optimizer that has a part of its state say so.
+
+    That part goes to host memory.
+    """
+    for values in optimizer.state.values():
+        values.update({name: _to_host(value) for name, value in values.items()})
     optimizer.state_dict = _PartOfState(optimizer)  # type: ignore[method-assign]

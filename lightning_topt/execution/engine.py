@@ -83,6 +83,8 @@ class Engine:
         plan.check_world_size(dist.get_world_size())
         self.plan, self.module, self.device = plan, module, device
         options = options or RunOptions()
+        if plan.float32_gathers:
+            options = replace(options, gather_dtype=None)
         self._options = _with_views(options) if plan.gradient_views else options
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer | StageOptimizer] = {}
@@ -340,7 +342,7 @@ class Engine:
             "optimizers": [
                 self.optimizer_state(optimizer, full=full) for optimizer in self._optimizers
             ],
-            "exchange": self.exchange_state(),
+            "exchange": None if self.exchange is None else self.exchange.state_dict(),
         }
 
     def load(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -352,7 +354,7 @@ class Engine:
         for optimizer, of_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
             self.load_optimizer_state(optimizer, of_optimizer)
         if self.exchange is not None and state.get("exchange") is not None:
-            self.load_exchange_state(state["exchange"])
+            self.exchange.load_state_dict(state["exchange"])
 
     def reshard(self) -> None:
         """Free gathered parameters; the next forward gathers what the shards then hold."""
@@ -390,29 +392,6 @@ class Engine:
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, object]) -> None:
         """Load a full state, each rank its part, or a stored one, of which it reads its part."""
         self._optimizers[optimizer].load(state)
-
-    def optimizer_state_to_host(self) -> None:
-        """Take the optimizers' state off the device for good. A collective call.
-
-        `optimizer_state` still returns it.
-        """
-        for attached in self._optimizers.values():
-            attached.to_host()
-
-    def exchange_state(self) -> State | None:
-        """Return what the exchange has stashed on all ranks, on rank 0. A collective call.
-
-        Also after `release`.
-        """
-        return None if self.exchange is None else self.exchange.state_dict()
-
-    def load_exchange_state(self, state: Mapping[str, object]) -> None:
-        """Load what rank 0 saved, given to all ranks.
-
-        Raises ValueError for the state of another method or model.
-        """
-        assert self.exchange is not None, "the plan has no gradient exchange"
-        self.exchange.load_state_dict(state)
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -151,6 +151,11 @@ def explain_shards(error: BaseException) -> None:
             f"{error} Where it is a parameter in shards, the graph has the gathered one in its "
             f"place: {WHOLE}\n{user_line(error)}",
         )
+    elif re.search(r"(?s)(same dtype|scalar type|be the same).*(BFloat16|Half)", str(error)):
+        error.args = (
+            f"{error} Where it is a parameter in shards, its matrix has 16 bits: leave autocast "
+            f"on, or choose plan='zero3+float32_gathers'\n{user_line(error)}",
+        )
     elif any(text in str(error) for text in SHARD_MESSAGES) or _is_assertion_of_shards(error):
         why = (str(error) or "mixed kinds of tensors").splitlines()[0]
         error.args = (

@@ -130,7 +130,47 @@ class OpGraph:
     @cached_property
     def casts_of_parameters(self) -> tuple[int, ...]:
         """The tensors of the step that are parameters in 16 bits, kept for backward."""
-        shapes = {p.name: p.shape for p in self.parameters if p.dtype == "float32"}
+        return self._casts_of(self.parameters)
+
+    @cached_property
+    def narrow_parameters(self) -> frozenset[str]:
+        """Under autocast, the parameters in shards that are gathered in 16 bits.
+
+        See `techniques.fsdp.narrow_names`.
+        """
+        if not self.casts_of_parameters:
+            return frozenset()
+        wide = {
+            name
+            for op in self.ops
+            if op.kind in ("LSTM", "GRU", "RNN")
+            or any(kernel.name.startswith("aten.embedding") for kernel in op.forward)
+            for name in op.parameters
+        }
+        return frozenset(
+            p.name
+            for p in self.parameters
+            if len(p.shape) > 1 and p.dtype == "float32" and p.name not in wide
+        )
+
+    @cached_property
+    def gathered_timelines(self) -> dict[int, tuple[Segment, ...]]:
+        """`timeline` by the ZeRO level, 2 or 3, of blocks that are gathered in 16 bits.
+
+        Autocast makes no copies of what is: at level 2 trained parameters, at level 3 all.
+        """
+        found = {}
+        for level in (2, 3):
+            narrow = [p for p in self.parameters if p.name in self.narrow_parameters]
+            tensors = list(self.step.tensors)
+            for index in self._casts_of(p for p in narrow if p.trainable or level == 3):
+                tensors[index] = replace(tensors[index], bytes=NOTHING)
+            step = replace(self.step, tensors=tuple(tensors))
+            found[level] = segments(step, [block.name for block in self.blocks])
+        return found
+
+    def _casts_of(self, parameters: Iterable[Parameter]) -> tuple[int, ...]:
+        shapes = {p.name: p.shape for p in parameters if p.dtype == "float32"}
         of_op = {op.name: {shapes.get(name) for name in op.parameters} for op in self.ops}
         return tuple(
             index

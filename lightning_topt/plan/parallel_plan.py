@@ -104,6 +104,8 @@ class ParallelPlan:
         gradient_views: unsharded gradients are views of DDP's buckets (`gradient_as_bucket_view`),
             which saves a copy of them. An optimizer that keeps gradients of an earlier step then
             finds the new ones there.
+        float32_gathers: parameters in shards are gathered in float32 also under precision
+            ``bf16-mixed`` and ``16-mixed``, where matrices are else gathered in 16 bits.
         accumulate: micro-batches of a step whose gradients are added up, of which the prediction is
             (`accumulate_grad_batches` of the Trainer).
         local_steps: data ranks train alone, and meet as it says once in many
@@ -129,6 +131,7 @@ class ParallelPlan:
     own_batches: bool = False
     prediction: WeightPrediction | str | Mapping[str, Any] | None = None  # kept as a rule
     gradient_views: bool = False
+    float32_gathers: bool = False
     accumulate: int = 1
     local_steps: LocalMethod | None = None
 
@@ -153,6 +156,11 @@ class ParallelPlan:
         _check_continuous(self)
         if self.gradient_views:
             _check_views(self)
+        if self.float32_gathers and all(c.storage.level < 2 for c in self.configs.values()):
+            raise PlanError(
+                "float32_gathers is for parameters in shards (ZeRO levels 2 and 3), of which this "
+                "plan has none: leave it out"
+            )
         # without stages, ranks of a tensor group run one batch, or one of each of them
         ranks = self.mesh.ranks_along(self.mesh.tensor_axes)
         if self.schedule is None and self.num_microbatches not in (1, ranks):
@@ -276,6 +284,8 @@ class ParallelPlan:
             blocks += ", the batch of each rank"
         if self.gradient_views:
             blocks += ", gradients as views of buckets"
+        if self.float32_gathers:
+            blocks += ", gathers in float32"
         if self.local_steps is not None:
             return f"{blocks}, {self.local_steps.words}"
         if self.gradient_exchange is None:
@@ -298,6 +308,7 @@ class ParallelPlan:
             "num_microbatches": None if count == 1 else count,
             "own_batches": self.own_batches or None,
             "gradient_views": self.gradient_views or None,
+            "float32_gathers": self.float32_gathers or None,
             "prediction": None if rule is None else prediction_to_value(rule),
         }
         plain: dict[str, Any] = {
@@ -392,7 +403,8 @@ def preset_plan(
     named = tuple(
         BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name
     )
-    return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)
+    blocks_of_plan = (*named, BlockPlan("", OpConfig(storage)))
+    return ParallelPlan.of_blocks(blocks_of_plan, mesh=mesh, float32_gathers=preset.float32_gathers)
 
 
 # ---- entries of a file
@@ -429,6 +441,7 @@ _READERS: dict[str, ValueReader[Any]] = {
     "own_batches": truth,
     "prediction": anything,
     "gradient_views": truth,
+    "float32_gathers": truth,
 }
 
 

@@ -101,11 +101,12 @@ class StepEstimate:
 class Preset:
     """A ZeRO level over all data axes of a mesh, or over the last one alone.
 
-    `inner` means the last one alone: hybrid sharding.
+    `inner` means the last one alone: hybrid sharding. `float32_gathers` as in `ParallelPlan`.
     """
 
     level: int
     inner: bool = False
+    float32_gathers: bool = False
 
     def storage(self, mesh: Mesh) -> Storage:
         """Return the placements on `mesh`."""

@@ -336,17 +336,19 @@ def read_plan_option(
             f"{shown(plan)}"
         )
     # A name, or else a file.
-    name, _, suffix = str(plan).partition("+")
-    if name in PRESETS and suffix in ("", "recompute"):
-        return UniformPlan(PRESETS[name], suffix == "recompute")
-    if name in _layouts().LAYOUTS and suffix in ("", "recompute"):
-        return MeshPlan(preset=name, recompute=suffix == "recompute")
-    if name == "pipeline" and suffix in ("", "recompute"):
-        return PipelinePlan(recompute=suffix == "recompute")
+    name, *more = str(plan).split("+")
+    again = "recompute" in more
+    if name in PRESETS and {*more} <= {"recompute", "float32_gathers"}:
+        return UniformPlan(replace(PRESETS[name], float32_gathers="float32_gathers" in more), again)
+    if name in _layouts().LAYOUTS and {*more} <= {"recompute"}:
+        return MeshPlan(preset=name, recompute=again)
+    if name == "pipeline" and {*more} <= {"recompute"}:
+        return PipelinePlan(recompute=again)
     if not os.path.lexists(plan):
         raise PlanError(
             f"plan={shown(str(plan))} is neither a file nor one of "
-            f"{sorted([*PRESETS, *_layouts().LAYOUTS, 'pipeline'])} (or with '+recompute')"
+            f"{sorted([*PRESETS, *_layouts().LAYOUTS, 'pipeline'])} (or with '+recompute', "
+            "'+float32_gathers')"
         )
     return ParallelPlan.load(plan)
 

@@ -160,9 +160,6 @@ class PlanRun:
         model, module = strategy.model, strategy.lightning_module
         assert module is not None
         strategy.model = module
-        # The device may not hold the unsharded parameters beside the state.
-        if self._device.type != "cpu":
-            engine.optimizer_state_to_host()
         engine.release()
         if isinstance(model, DistributedDataParallel):
             strategy.model = model  # the superclass unwraps it
@@ -398,6 +395,9 @@ def _place_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
             state[prefix + name] = _placed(value, own)
 
 
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
 # ---- how steps run -------------------------------------------------------------------------------
 
 
@@ -433,6 +433,7 @@ def run_options(strategy: DDPStrategy) -> RunOptions:
         topology=Topology(nodes, strategy.world_size // nodes, strategy.global_rank),
         nonfinite="error" if scaler_of(strategy.precision_plugin) is None else "skip",
         watch=strategy.rank_watch.ranks,  # type: ignore[attr-defined]
+        gather_dtype=_MIXED.get(strategy.precision_plugin.precision),
     )
 
 

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import FORWARD_OVER, REBUILD, UPDATE, Lifetime
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
@@ -122,7 +121,7 @@ class DataParallel(Technique):
             topology=options.topology,
         )
         register_hook(model.root, options.hook, options.hook_state)
-        return Applied(undo=lambda: None, no_sync=model.root.no_sync)
+        return Applied(no_sync=model.root.no_sync)
 
 
 def unsharded_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetime]:
@@ -207,18 +206,10 @@ def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None
     seconds.reduce_foreground += copy
     seconds.reduce_foreground += step.copied_seconds(block) if has_buckets(step) else 0.0
     seconds.reduce_last += 0.0 if step.gradient_views else copy
-    collectives = [*unsharded_gradient_collectives(step, block)]
-    add_exchange(seconds, step, step.seconds_of(collectives), waits=step.waits_of(collectives))
-
-
-def unsharded_gradient_collectives(step: TrainingStep, block: str) -> Iterator[Collective]:
-    """Yield the all-reduce of unsharded gradients, which DDP packs into buckets.
-
-    Nothing if something else exchanges them.
-    """
     if step.exchange is None and step.local_steps is None:
         size = sum(map(gradient_bytes, step.parameters(block)))
-        yield step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes)
+        all_reduce = [step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes)]
+        add_exchange(seconds, step, step.seconds_of(all_reduce), waits=step.waits_of(all_reduce))
 
 
 def add_exchange(

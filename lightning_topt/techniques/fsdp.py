@@ -14,6 +14,15 @@ Both techniques may shard blocks of one model, each on its own mesh, beside bloc
 All share one root, which FSDP2 needs to order its gathers. It is the outermost wrapper: DDP's if
 there is one, else a `ShardedModule`. Costs are in `fsdp_costs`.
 
+[Note: 16 bits] Under precision ``bf16-mixed`` and ``16-mixed`` matrices are gathered in 16 bits,
+through FSDP2's `MixedPrecisionPolicy`, and gradients are reduced in float32: a block of level 3
+moves 2 x 2 + 4 bytes of each parameter in a step, where float32 moves 12. Autocast would round the
+matrices of products and convolutions to 16 bits before it uses them, so that nothing changes there,
+bit for bit. Vectors (norms, biases) and tables of `nn.Embedding`, which autocast leaves alone, are
+gathered in float32, and so are weights of `nn.LSTM` and its like, whose biases need their dtype.
+Inputs of blocks are not cast. Any other parameter of two or more dims that is read in float32 is
+seen rounded. A plan with `float32_gathers` gathers all in float32.
+
 Frozen parameters have no gradient and no state to shard. At level 2 every rank keeps them whole, so
 that nothing of them travels; level 3 shards them with all others.
 """
@@ -21,7 +30,7 @@ that nothing of them travels; level 3 shards them with all others.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -47,13 +56,12 @@ from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
-    can_be_sharded,
     gathered_lifetimes,
     gradient_lifetimes,
     plan_lifetimes,
     shard_lifetimes,
 )
-from lightning_topt.techniques.optimizer_sharding import excess, share_step, state_bytes
+from lightning_topt.techniques.optimizer_sharding import excess, share_step
 from lightning_topt.techniques.sharding_checks import (
     DTensorRules,
     check_parameters,
@@ -82,13 +90,11 @@ class FsdpTechnique(Technique):
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        axes = self.axes(mesh)
-        sharded = (
-            [Storage.zero(level, axes=len(mesh.axes), over=axes) for level in (2, 3)]
-            if axes
-            else []
-        )
-        return frozenset({"storage"}) if config.storage in sharded else frozenset()
+        axes, level = self.axes(mesh), config.storage.level
+        if not axes or level < 2:
+            return frozenset()
+        is_own = config.storage == Storage.zero(level, axes=len(mesh.axes), over=axes)
+        return frozenset({"storage"}) if is_own else frozenset()
 
     # ---- what is legal ---------------------------------------------------------------------------
 
@@ -97,7 +103,10 @@ class FsdpTechnique(Technique):
         self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
     ) -> list[OpConfig]:
         mesh, axes = step.mesh, self.axes(step.mesh)
-        if not axes or mesh.data_parallel_size == 1 or not can_be_sharded(step, block):
+        if not axes or mesh.data_parallel_size == 1:
+            return []
+        # updates must be elementwise, gradients uncompressed, and nothing tied to another block
+        if not step.optimizer.elementwise or step.exchange is not None or block.name in step.tied:
             return []
         # FSDP2's root is needed until the end of the step: releasing its parameters saves nothing.
         levels = (2,) if block.name == ROOT else (2, 3)
@@ -121,7 +130,7 @@ class FsdpTechnique(Technique):
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
         yield from plan_lifetimes(step, blocks, axes=self.axes(step.mesh))
         # of what ranks own, how much more the busiest has than an even share
-        states = excess(step, blocks, state_bytes(step), names=step.optimizer.owned)
+        states = excess(step, blocks, names=step.optimizer.owned)
         yield step.phases.always("optimizer state", states)
 
     @override
@@ -151,10 +160,23 @@ class FsdpTechnique(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
+        """Shard its blocks, with rank 0's values, as in DDP.
+
+        Blocks whose parameters are sharded release the gathered ones after forward, the others
+        after backward.
+        """
         if not (blocks := model.blocks_of(self)):
             return None
         inner = model.mesh.ranks_along(self.axes(model.mesh))
-        return shard_blocks(model, blocks, mesh=model.device_mesh(inner=inner))
+        sharding = _Sharding(model, blocks, model.device_mesh(inner=inner))
+        ranks, group = model.mesh.data_parallel_size, model.data_group
+        return Applied(
+            undo=sharding.undo,
+            replaced=sharding.replaced(),
+            reshard=sharding.reshard,
+            # updates of full parameters have owners
+            attach=lambda optimizer: share_step(optimizer, ranks=ranks, group=group),
+        )
 
     def _sharded(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
@@ -185,23 +207,25 @@ class HybridSharding(FsdpTechnique):
     def apply(self, model: ParallelModel) -> Applied | None:
         if (applied := super().apply(model)) is None:
             return None
-        modules = sharded_modules(model, model.blocks_of(self))
+        named = [
+            model.module.get_submodule(name) if name else model.root
+            for name in model.blocks_of(self)
+        ]
+        modules = [module for module in named if isinstance(module, FSDPModule)]
         return replace(applied, no_sync=lambda: _within_groups(modules))
 
 
 @contextmanager
-def _within_groups(modules: list[nn.Module]) -> Generator[None, None, None]:
+def _within_groups(modules: list[FSDPModule]) -> Generator[None, None, None]:
     # Scatter gradients inside the inner groups only, without the all-reduce between these.
     # The shards stay there; the next backward outside adds them to its own exchange.
     for module in modules:
-        assert isinstance(module, FSDPModule)
         # each sharded module is in the list itself
         module.set_requires_all_reduce(False, recurse=False)
     try:
         yield
     finally:
         for module in modules:
-            assert isinstance(module, FSDPModule)
             module.set_requires_all_reduce(True, recurse=False)
 
 
@@ -261,29 +285,6 @@ class ShardedModule(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def shard_blocks(model: ParallelModel, blocks: Sequence[str], *, mesh: DeviceMesh) -> Applied:
-    """Shard the named blocks of `model` on `mesh`, with rank 0's values, as in DDP.
-
-    Blocks whose parameters are sharded release the gathered ones after forward, the others after
-    backward. A collective call.
-    """
-    applied = _Sharding(model, blocks, mesh)
-    ranks, group = model.mesh.data_parallel_size, model.data_group
-    return Applied(
-        undo=applied.undo,
-        replaced=applied.replaced(),
-        reshard=applied.reshard,
-        # updates of full parameters have owners
-        attach=lambda optimizer: share_step(optimizer, ranks=ranks, group=group),
-    )
-
-
-def sharded_modules(model: ParallelModel, blocks: Sequence[str]) -> list[nn.Module]:
-    """Return the modules under which FSDP2 knows the named blocks of `model`."""
-    modules = [model.module.get_submodule(name) if name else model.root for name in blocks]
-    return [module for module in modules if isinstance(module, FSDPModule)]
-
-
 class _Sharding:
     # Some blocks of one model under FSDP2, and the way back to the plain module.
 
@@ -291,7 +292,6 @@ class _Sharding:
         self.module = model.module
         self._before: dict[nn.Module, _Snapshot] = {}
         self._hooks: list[RemovableHandle] = []
-        self._watches: list[Callable[[], None]] = []
         self._originals = {
             name: p for block in blocks for name, p in _to_shard(model, block).items()
         }
@@ -311,7 +311,7 @@ class _Sharding:
         if ("" if "" in sharded else sharded[0]) in blocks:
             self._shard_root(model, mesh, in_shards="" in blocks)
         self.root = model.root
-        self._watches.append(DTensorRules().close)
+        self._rules = DTensorRules()
         set_replaced(self._originals.values(), True)
 
     def _shard_block(self, model: ParallelModel, name: str, mesh: DeviceMesh) -> None:
@@ -328,6 +328,7 @@ class _Sharding:
             after_forward=_in_shards(model, name),
             ignored=kept or None,
         )
+        self._hooks += _under_autocast(model, block)
         if (before := model.before_block) is not None:
             hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._hooks.append(hook)
@@ -367,6 +368,8 @@ class _Sharding:
         )
         if isinstance(model.root, ShardedModule):
             self._hooks += model.root.gather_outside()
+        if in_shards:
+            self._hooks += _under_autocast(model, model.module)
 
     def _shard(
         self,
@@ -382,10 +385,38 @@ class _Sharding:
         with torch.no_grad():
             for parameter in named.values():
                 parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
-        _shard(block, mesh, named.values(), after_forward=after_forward, ignored=ignored)
+        dtype = model.options.gather_dtype
+        narrow = set[str]() if dtype is None else narrow_names(block, named)
+        # said, for what None means differs between releases of torch: as under ddp
+        reduced_as = next((p.dtype for p in named.values() if p.requires_grad), None)
+        policy = MixedPrecisionPolicy(
+            dtype if narrow else None, reduced_as, cast_forward_inputs=False
+        )
+        # takes over the parameters: DTensors of the shards are in their places now
+        sharded = fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=after_forward,
+            ignored_params=ignored,
+            mp_policy=policy,
+        )
+        for parameter in named.values():
+            # Optimizers and the user's code may hold the original Parameter objects (they come back
+            # in `undo`); their memory must not stay.
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = None
+        # under gloo our own collectives take the place of those that FSDP2 calls
+        if backend_of(model.device, mesh.get_group(mesh.ndim - 1)) == "gloo":
+            # has the interface, without torch's private base
+            sharded.set_custom_all_gather(AllGather())  # type: ignore[arg-type]
+            sharded.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[arg-type]
+            if mesh.ndim == 2:
+                # FSDP2 would average along both dims with ReduceOp.AVG, which gloo's all-reduce
+                # lacks in older releases.
+                sharded.set_force_sum_reduction_for_comms(True)
         now = dict(model.module.named_parameters())
         names: dict[Tensor, str] = {now[name]: name for name in named if name in now}
-        self._watches.append(watch(block, names, self._originals))
+        watch(block, names, self._originals, narrow)
 
     def _remember(self, modules: Iterable[nn.Module]) -> None:
         self._before.update({module: _Snapshot(module) for module in modules})
@@ -413,8 +444,7 @@ class _Sharding:
         # then take FSDP2 off, and fill the original Parameter objects
         for hook in self._hooks:
             hook.remove()
-        for end in self._watches:
-            end()
+        self._rules.close()
         for module, snapshot in self._before.items():
             snapshot.restore(module)
         for original, full in whole.items():
@@ -444,32 +474,40 @@ def _in_shards(model: ParallelModel, block: str) -> bool:
     return bool(model.configs[block].storage.sharded_axes("parameters"))
 
 
-def _shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    originals: Iterable[nn.Parameter],
-    *,
-    after_forward: bool,
-    ignored: set[nn.Parameter] | None = None,
-) -> None:
-    # takes over the parameters: DTensors of the shards are in their places now
-    sharded = fully_shard(
-        module, mesh=mesh, reshard_after_forward=after_forward, ignored_params=ignored
-    )
-    for parameter in originals:
-        # Optimizers and the user's code may hold the original Parameter objects (they come back in
-        # `undo`); their memory must not stay.
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        parameter.grad = None
-    # under gloo our own collectives take the place of those that FSDP2 calls
-    if backend_of(torch.device(mesh.device_type), mesh.get_group(mesh.ndim - 1)) == "gloo":
-        # has the interface, without torch's private base
-        sharded.set_custom_all_gather(AllGather())  # type: ignore[arg-type]
-        sharded.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[arg-type]
-        if mesh.ndim == 2:
-            # FSDP2 would average along both dims with ReduceOp.AVG, which gloo's all-reduce lacks
-            # in older releases.
-            sharded.set_force_sum_reduction_for_comms(True)
+def narrow_names(block: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:
+    """Return those of the parameters `named` that are gathered in 16 bits, see [Note: 16 bits]."""
+    wide = {
+        parameter
+        for module in block.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.RNNBase)
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name
+        for name, p in named.items()
+        if p.dim() > 1 and p.dtype == torch.float32 and p not in wide
+    }
+
+
+def _under_autocast(model: ParallelModel, module: nn.Module) -> list[RemovableHandle]:
+    # Let `module` run under autocast where callbacks call it outside of a step: its matrices, which
+    # are in 16 bits then, meet inputs in float32
+    if (dtype := model.options.gather_dtype) is None:
+        return []
+    entered: list[torch.autocast] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(torch.autocast(model.device.type, dtype, cache_enabled=False))
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
 
 
 class _Snapshot:

@@ -17,6 +17,9 @@ bytes, S optimizer state. Under gloo its exchanges block: nothing of them runs b
 Level 2 leaves frozen parameters whole on each rank. Level 3 shards them, and gathers blocks to
 which no gradient comes in forward alone.
 
+Under autocast some parameters are gathered in 16 bits (`OpGraph.narrow_parameters`): until they are
+reduced, in float32, their gradients have 16 bits, too.
+
 A parameter whose update reads all of it has an owner among all data ranks, which keeps its state
 and updates it. A block counts an even share of both; what the busiest rank has above that is the
 plan's.
@@ -25,7 +28,7 @@ plan's.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -51,7 +54,7 @@ from lightning_topt.costs.sizes import (
     shard_share,
 )
 from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
-from lightning_topt.graph.op_graph import Block, OpGraph, Parameter
+from lightning_topt.graph.op_graph import OpGraph, Parameter
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours
 
 # A reserve, not a model: what sharded plans took on gloo beyond everything listed here. Measured on
@@ -75,8 +78,8 @@ class _Sizes(NamedTuple):
 
 
 @once_per_object
-def _known_sizes(graph: OpGraph) -> dict[tuple[str, int, int], _Sizes]:
-    # The sizes of blocks so far, by name, ranks and level
+def _known_sizes(graph: OpGraph) -> dict[tuple[str, int, int, bool], _Sizes]:
+    # The sizes of blocks so far, by name, ranks, level, and whether all is gathered in float32
     return {}
 
 
@@ -144,16 +147,18 @@ class ShardedBlock:
     @cached_property
     def _sizes(self) -> _Sizes:
         known = _known_sizes(self.step.graph)
-        key = self.name, self.ranks, self.level
+        key = self.name, self.ranks, self.level, self.step.float32_gathers
         if key not in known:
-            flat, gradients = (
-                sum(padded_bytes(p, self.ranks) for p in some)
-                for some in (self.sharded, self.trainable)
-            )
-            whole = float(sum(map(parameter_bytes, self.sharded)))
+            flat = sum(self.part(p) * padded_bytes(p, self.ranks) for p in self.sharded)
+            gradients = sum(padded_bytes(p, self.ranks) for p in self.trainable)
+            whole = float(sum(self.part(p) * parameter_bytes(p) for p in self.sharded))
             shards = sum(shard_bytes(p, self.ranks) for p in self.trainable)
             known[key] = _Sizes(flat, gradients, whole, shards)
         return known[key]
+
+    def part(self, parameter: Parameter) -> float:
+        """Return the part of its bytes that a gathered parameter has: half of them in 16 bits."""
+        return 0.5 if parameter.name in self.step.narrow else 1.0
 
     @property
     def flat(self) -> float:
@@ -201,14 +206,6 @@ class ShardedBlock:
         )
 
 
-def can_be_sharded(step: TrainingStep, block: Block) -> bool:
-    """Return whether a search may shard `block`.
-
-    Its updates must be elementwise, gradients uncompressed, and nothing tied to another block.
-    """
-    return step.optimizer.elementwise and step.exchange is None and block.name not in step.tied
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -235,24 +232,27 @@ def gradient_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     """Yield unsharded gradients until they are reduced, and the flat buffer they are reduced from.
 
     FSDP2 copies unsharded gradients into the buffer, frees them, and keeps the buffer until the
-    next block reduces.
+    next block reduces. Before, those in 16 bits become float32, one by one, beside the parameters
+    and the buffer of the block that reduced last.
     """
     step, reduce = block.step, block.reduce
     for parameter in block.trainable:
         first, last = step.segments.of_parameter[parameter.name]
-        yield Lifetime(
-            "gradients", gradient_bytes(parameter), ("backward", last), step.phases.before(reduce)
-        )
+        size = block.part(parameter) * gradient_bytes(parameter)
+        yield Lifetime("gradients", size, ("backward", last), step.phases.before(reduce))
         if first < last:  # the second part, before it is added
-            yield Lifetime(
-                "gradients", gradient_bytes(parameter), ("backward", first), ("backward", first)
-            )
+            yield Lifetime("gradients", size, ("backward", first), ("backward", first))
     whole = sum(map(gradient_bytes, block.trainable))
     # their workspace is counted once for all, in `plan_lifetimes`
     if block.is_reduced_last and block.name != ROOT:
         yield Lifetime("gradients", whole, reduce, reduce)
         return
     reducing = max(whole, block.gradient_shards + block.workspace)
+    if sizes := [gradient_bytes(p) / 2 for p in block.trainable if p.name in step.narrow]:
+        before = block.beside.following
+        buffer = 0.0 if before is None else replace(block, name=before).flat_gradients
+        wide = whole + max(sizes) + block.whole + buffer
+        reducing = max(reducing, wide - block.flat_gradients)
     yield Lifetime("gradients", reducing, reduce, reduce)
     yield Lifetime(
         "gradients", block.flat_gradients, reduce, step.phases.before(_next_reduce(block))
@@ -326,11 +326,11 @@ def plan_lifetimes(
 
 
 def _last_workspace(block: ShardedBlock) -> float:
-    # The bytes that reducing takes, less the parameters and gradients freed before
-    # what this reduction lets go of while its buffers come
-    released = block.whole + sum(map(gradient_bytes, block.trainable))
-    flat = block.flat_gradients
-    return max(flat + flat / block.ranks + block.workspace - released, 0.0)
+    # The bytes that reducing takes, less the parameters that are freed before it, and the gradients
+    # once they are in the flat buffer
+    flat, gradients = block.flat_gradients, sum(map(gradient_bytes, block.trainable))
+    after = max(flat / block.ranks + block.workspace - gradients, 0.0)
+    return max(flat - block.whole + after, 0.0)
 
 
 # ---- seconds -------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class GradientCompression(Technique):
             slices=slices,
             watch=model.options.watch,
         )
-        return Applied(undo=lambda: None, exchange=exchange)
+        return Applied(exchange=exchange)
 
 
 @dataclass(frozen=True)

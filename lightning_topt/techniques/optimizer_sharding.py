@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import equal_parameters
-from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
@@ -89,7 +88,7 @@ class OptimizerSharding(Technique):
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
         # how much more the busiest rank has than an even share, which blocks count
-        states = excess(step, blocks, state_bytes(step), names=step.optimizer.whole)
+        states = excess(step, blocks, names=step.optimizer.whole)
         yield step.phases.always("optimizer state", states)
 
     @override
@@ -104,8 +103,16 @@ class OptimizerSharding(Technique):
         seconds.update += step.taken_seconds(
             sum(self.result_bytes(step, p, config) for p in parameters)
         )
-        # broadcasts follow one another: nobody computes in between, so nobody waits
-        broadcasts = [*_broadcasts(step, block)]
+        # Updated parameters from their owners to all ranks: large ones alone, small together, as
+        # `PieceGather` sends them. Broadcasts follow one another: nobody computes in between, so
+        # nobody waits.
+        sizes = [parameter_bytes(p) for p in parameters if p.trainable]
+        large = [size for size in sizes if size >= SMALL_BYTES]
+        axes = step.mesh.data_axes
+        broadcasts = [
+            step.collective("update", "broadcast", size, axes=axes)
+            for size in (*large, sum(sizes) - sum(large))
+        ]
         seconds.broadcast += step.seconds_of(broadcasts) - step.waits_of(broadcasts)
 
     @override
@@ -133,20 +140,8 @@ class OptimizerSharding(Technique):
             return None
         ranks, group = model.mesh.data_parallel_size, model.data_group
         return Applied(
-            undo=lambda: None,
             attach=lambda optimizer: share_step(optimizer, shared, ranks=ranks, group=group),
         )
-
-
-def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
-    # Yield updated parameters from their owners to all ranks: large ones alone, small together
-    # as `PieceGather` sends them
-    sizes = [parameter_bytes(p) for p in step.parameters(block) if p.trainable]
-    parts = [size for size in sizes if size >= SMALL_BYTES] + [
-        sum(size for size in sizes if size < SMALL_BYTES)
-    ]
-    for size in parts:
-        yield step.collective("update", "broadcast", size, axes=step.mesh.data_axes)
 
 
 def share_step(
@@ -189,22 +184,17 @@ def is_shared(parameter: Tensor) -> bool:
     return parameter.requires_grad and parameter.numel() > 0
 
 
-def state_bytes(step: TrainingStep) -> Callable[[Parameter], float]:
-    """Return what says how many bytes the state of a parameter has."""
-    return lambda parameter: float(step.optimizer.state_bytes(parameter.name))
-
-
 def excess(
     step: TrainingStep,
     blocks: Collection[str],
-    load: Callable[[Parameter], float],
+    load: Callable[[Parameter], float] | None = None,
     *,
     names: Collection[str],
 ) -> float:
     """Return the load of the busiest rank of `blocks` above the average.
 
-    `load` is summed over the parameters `names`, each of which one rank updates. Ranks cut all
-    others into pieces as small as a row: shares of these are even.
+    `load`, None: bytes of state, is summed over the parameters `names`, each of which one rank
+    updates. Ranks cut all others into pieces as small as a row: shares of these are even.
     """
     if not names:
         return 0.0
@@ -216,5 +206,6 @@ def excess(
     ]
     totals = [0.0] * step.mesh.data_parallel_size
     for piece in assign_pieces(shares, world_size=len(totals)):
-        totals[piece.owner] += load(whole[piece.index])
+        p = whole[piece.index]
+        totals[piece.owner] += step.optimizer.state_bytes(p.name) if load is None else load(p)
     return max(totals) - sum(totals) / len(totals)

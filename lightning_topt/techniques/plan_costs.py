@@ -158,9 +158,7 @@ class PlanCosts:
     def _block_lifetimes(
         self, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
-        # recomputed ones are listed by their technique
-        if not config.recompute:
-            yield from activation_lifetimes(self.step, block, recompute=False)
+        yield from activation_lifetimes(self.step, block, config)
         for technique in self.techniques(config):
             yield from technique.lifetimes(self.step, block, config, beside)
 
@@ -210,7 +208,7 @@ class PlanCosts:
         # an exchange changes nothing of it that counts
         step, known = self.step, _known_unused(self.step.graph)
         given = step.mesh, step.batch_size, step.num_microbatches, step.gradient_views
-        key = *given, step.optimizer.name, config.storage, config.recompute
+        key = *given, step.float32_gathers, step.optimizer.name, config.storage, config.recompute
         if key not in known:
             configs = {}
             for block in self.step.graph.blocks:
@@ -588,7 +586,7 @@ def explain(costs: PlanCosts, configs: Configs) -> Explanation:
     costs.check(configs)
     # time
     seconds = seconds_by_kind(costs, configs)
-    compute = compute_seconds(seconds)
+    compute = sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
     step_seconds = costs.seconds(configs)
     # memory: bytes (phase,) of every kind, and the phase in which their sum is largest
     lifetimes, beside = [*costs.plan_lifetimes(configs)], costs.neighbours(configs)
@@ -607,11 +605,6 @@ def explain(costs: PlanCosts, configs: Configs) -> Explanation:
         peak_parts={kind: float(sizes[peak]) for kind, sizes in parts.items()},
         phases={_name(phase): float(size) for phase, size in zip(order, total, strict=True)},
     )
-
-
-def compute_seconds(seconds: Mapping[str, float]) -> float:
-    """Return those of `seconds_by_kind` that are computation."""
-    return sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
 
 
 def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:

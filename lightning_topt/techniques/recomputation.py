@@ -5,26 +5,24 @@ Source: Chen et al., arXiv 1604.06174.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import ROOT
-from lightning_topt.costs.training_step import TrainingStep, activation_lifetimes
+from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.technique import (
     Applied,
     BlockSeconds,
-    Neighbours,
     ParallelModel,
     Technique,
 )
@@ -61,12 +59,6 @@ class Recomputation(Technique):
     # ---- what it costs ---------------------------------------------------------------------------
 
     @override
-    def lifetimes(
-        self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
-    ) -> Iterator[Lifetime]:
-        yield from activation_lifetimes(step, block, recompute=True)
-
-    @override
     def add_seconds(
         self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
     ) -> None:
@@ -79,41 +71,43 @@ class Recomputation(Technique):
         blocks = model.blocks_of(self)
         if not blocks:
             return None
-        apply_recomputation(model.module, blocks)
+        apply_recomputation(model.module, blocks, device=model.device)
         return Applied(undo=lambda: remove_recomputation(model.module))
 
 
 class _RecomputedForward:
     # A module's forward under `torch.utils.checkpoint`; the plain one without gradients.
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
+    def __init__(self, forward: Callable[..., Any], device: torch.device) -> None:
+        self.forward, self._on_device = forward, torch.empty(0, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         names, count = tuple(kwargs), len(args)
 
-        def forward(*values: Any) -> Any:
+        def forward(_: Tensor, *values: Any) -> Any:
             named = dict(zip(names, values[count:], strict=True))
             return self.forward(*values[:count], **named)
 
         # All by position: torch keeps the random states of the devices of positional arguments
-        # only, and saves only those so that a change in place is noticed.
-        return checkpoint(forward, *args, *kwargs.values(), use_reentrant=False)
+        # only, and saves only those so that a change in place is noticed. It opens no dataclasses,
+        # so that a tensor of the block's device comes first.
+        values = (self._on_device, *args, *kwargs.values())
+        return checkpoint(forward, *values, use_reentrant=False)
 
 
-def apply_recomputation(module: nn.Module, blocks: Iterable[str]) -> None:
+def apply_recomputation(module: nn.Module, blocks: Iterable[str], *, device: torch.device) -> None:
     """Recompute the named submodules in the backward pass; `remove_recomputation` undoes it.
 
-    Names of parameters and modules do not change.
+    They draw the random numbers of `device` again. Names of parameters and modules do not change.
     """
     for name in blocks:
         block = module.get_submodule(name)
         # An instance attribute hides the class's forward: module hooks (FSDP2's among them) stay
         # outside the recomputed part, as torch asks, and unlike a wrapper module it leaves every
         # name as it was.
-        block.forward = _RecomputedForward(block.forward)
+        block.forward = _RecomputedForward(block.forward, device)
 
 
 def remove_recomputation(module: nn.Module) -> None:

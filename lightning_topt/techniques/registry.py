@@ -1,8 +1,9 @@
 """The techniques in the order of application, and what a plan must satisfy for them to run it.
 
 `TECHNIQUES` are applied in this order and undone from the last to the first. `check_runs` compares
-a plan with its mesh, `check_blocks` and `check_tied` compare it with the module. Pipeline stages
-are here as well, since as a technique they only check.
+a plan with its mesh, `check_blocks` and `check_tied` compare it with the module. Stages along the
+axis "pipeline" are no technique: `execution.pipeline` runs them, `plan.stage_tables` has their
+costs, and here is what goes together with them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from torch import nn
-from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.graph.blocks import block_of
@@ -21,46 +21,11 @@ from lightning_topt.techniques.fsdp import FullSharding, HybridSharding
 from lightning_topt.techniques.gradient_compression import GradientCompression, LocalTraining
 from lightning_topt.techniques.optimizer_sharding import OptimizerSharding
 from lightning_topt.techniques.recomputation import Recomputation
-from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
+from lightning_topt.techniques.technique import Technique
 from lightning_topt.techniques.tensor_parallelism import TensorParallelism
 
-
-class PipelineStages(Technique):
-    """Ranks along the axis "pipeline" run parts of the model one after another.
-
-    It places nothing itself. Stages are the plan's, their order that of its schedule, and
-    `execution.pipeline` runs them on many microbatches at once. Their costs are those of the search
-    over stages (`plan.stage_tables`). Here is what goes together with stages: unsharded gradients
-    (ZeRO levels 0 and 1), averaged once all microbatches have passed.
-    """
-
-    name = "pipeline stages"
-
-    @override
-    def check(
-        self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
-    ) -> None:
-        if not mesh.pipeline_axes:
-            return
-        for block, config in configs.items():
-            if config.storage.level > 1:
-                raise ValueError(
-                    f"block {block!r} has ZeRO level {config.storage.level}, which does not go "
-                    "together with stages: its parameters or gradients would be exchanged for "
-                    "every microbatch. Choose level 0 or 1 (ddp, zero1)"
-                )
-
-    # ---- how it is applied -----------------------------------------------------------------------
-
-    @override
-    def apply(self, model: ParallelModel) -> Applied | None:
-        return None
-
-
-PIPELINE = PipelineStages()
 TECHNIQUES: tuple[Technique, ...] = (
     TensorParallelism(),  # all others see the pieces
-    PIPELINE,
     Recomputation(),
     DataParallel(),
     OptimizerSharding(),
@@ -106,8 +71,15 @@ def check_runs(
             f"the mesh has an axis {unknown[0]!r}, and nothing runs along it; axes are named "
             f"{', '.join(DATA_AXES)}, {', '.join(TENSOR_AXES)}, {', '.join(PIPELINE_AXES)}"
         )
-    # first: its message says more than that no technique takes care of the block
-    PIPELINE.check(mesh, configs, exchange)
+    # stages: unsharded gradients, averaged once all microbatches have passed; first, for this
+    # message says more than that no technique takes care of the block
+    for block, config in configs.items():
+        if mesh.pipeline_axes and config.storage.level > 1:
+            raise ValueError(
+                f"block {block!r} has ZeRO level {config.storage.level}, which does not go "
+                "together with stages: its parameters or gradients would be exchanged for every "
+                "microbatch. Choose level 0 or 1 (ddp, zero1)"
+            )
     if mesh.pipeline_axes and exchange is not None and mesh.tensor_axes:
         raise ValueError(
             "gradient_exchange: stages whose parameters are in slices exchange gradients as they "

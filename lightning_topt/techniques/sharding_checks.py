@@ -12,7 +12,12 @@ FSDP2 by itself ignores much of it. `watch` follows the parameters of one FSDP2 
 
 [Note: writes] Writes through ``.data`` raise no version, so that nothing tells them from none. What
 a forward pass has gathered is therefore copied back always: each rank copies its own share, less
-than a gather does. Where the shards were written meanwhile, these count.
+than a gather does. Where the shards were written meanwhile, these count. Of a matrix that was
+gathered in 16 bits only the elements that changed are copied: the others have more bits in shards.
+
+[Note: dtypes] Under FSDP2's `MixedPrecisionPolicy` some parameters of a group are gathered in 16
+bits (`fsdp.narrow_names`), the others in their own dtype. FSDP2 takes either kind in a gather, but
+one dtype of gradients: they are as the parameters when it asks for them, as autocast makes them.
 
 While a `DTensorRules` is open, a DTensor that is read as a Python number is reduced over the ranks,
 which all have to read it, and random numbers are drawn for the whole tensor on each rank, as under
@@ -23,7 +28,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -116,32 +122,22 @@ def watch(
     block: nn.Module,
     names: Mapping[Tensor, str],
     originals: Mapping[str, nn.Parameter],
-) -> Callable[[], None]:
-    """Follow the parameters that FSDP2 has sharded for `block`; return what ends this.
+    narrow: Collection[str] = (),
+) -> None:
+    """Follow the parameters that FSDP2 has sharded for `block`, as long as it keeps them.
 
     Args:
         block: a module that `fully_shard` has taken.
         names: of the sharded parameters.
         originals: the parameters that were in their places, by name.
+        narrow: of `names`, those that the policy's `param_dtype` is for; see [Note: dtypes].
     """
     assert isinstance(block, FSDPModule)
-    groups = [
+    for group in block._get_fsdp_state()._fsdp_param_groups:
+        named = [(names[param.sharded_param], param) for param in group.fsdp_params]
         _WatchedGroup(
-            group,
-            [
-                _Watched(name, param, originals[name])
-                for param in group.fsdp_params
-                for name in [names[param.sharded_param]]
-            ],
+            group, [_Watched(n, p, originals[n], is_narrow=n in narrow) for n, p in named]
         )
-        for group in block._get_fsdp_state()._fsdp_param_groups
-    ]
-
-    def end() -> None:
-        for group in groups:
-            group.end()
-
-    return end
 
 
 class _WatchedGroup:
@@ -154,12 +150,6 @@ class _WatchedGroup:
         self._reshard, self._reshards, self._of_forward = group.reshard, False, False
         group._to_unsharded, group._to_sharded = self._gathered, self._released
         group.reshard = self._resharded
-
-    def end(self) -> None:
-        for name in ("_to_unsharded", "_to_sharded", "reshard"):
-            delattr(self._group, name)
-        for each in self._watched:
-            each.end()
 
     def _gathered(self) -> None:
         if self._group.is_unsharded:
@@ -193,17 +183,26 @@ class _WatchedGroup:
 
 class _Watched:
     # One parameter: `of` is what FSDP2 knows of it.
+    # Its methods take the places of some of `of`.
 
-    def __init__(self, name: str, of: Any, original: nn.Parameter) -> None:
+    def __init__(self, name: str, of: Any, original: nn.Parameter, *, is_narrow: bool) -> None:
         self._name, self._of, self._original = name, of, original
         self._whole: Tensor | None = None  # a view of the gathered parameter
         self._version = 0  # of the shard
         self._has_hook = False
-        self._reset = of.reset_sharded_param
+        self._reset, self._gradient = of.reset_sharded_param, of._get_grad_inner_tensor
+        self._set_dtypes = of.init_dtype_attrs
         of.reset_sharded_param = self._loaded
+        of._get_grad_inner_tensor = self._wide_gradient
+        if not is_narrow:
+            of.init_dtype_attrs = self._keep_dtype
 
-    def end(self) -> None:
-        del self._of.reset_sharded_param
+    def _keep_dtype(self, policy: Any) -> None:
+        self._set_dtypes(replace(policy, param_dtype=None))
+
+    def _wide_gradient(self, gradient: Tensor) -> Tensor:
+        found: Tensor = self._gradient(gradient)
+        return found.to(self._of.orig_dtype)
 
     def _loaded(self) -> None:
         # `load_state_dict` in a step has written to the gathered parameter
@@ -225,10 +224,11 @@ class _Watched:
         return [hook for owner in owners for hook in (owner._backward_hooks or {}).values()]
 
     def _run_hooks(self, gradient: Tensor) -> Tensor:
+        dtype, gradient = gradient.dtype, gradient.to(self._original.dtype)
         for hook in self._hooks():
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        return gradient
+        return gradient.to(dtype)
 
     def written(self) -> Iterable[tuple[Tensor, Tensor]]:
         # Yield this rank's shard and what the gathered parameter has for it now.
@@ -242,7 +242,10 @@ class _Watched:
         mesh = self._of.mesh_info
         parts = values.chunk(mesh.shard_mesh_size, self._of.fsdp_placement.dim)
         if mesh.shard_mesh_rank < len(parts):
-            yield shard._local_tensor, parts[mesh.shard_mesh_rank]
+            own, part = shard._local_tensor, parts[mesh.shard_mesh_rank]
+            if part.dtype != own.dtype:
+                part = torch.where(part == own.to(part.dtype), own, part)
+            yield own, part
 
 
 def _memory(tensor: Tensor) -> int:

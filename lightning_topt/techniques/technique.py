@@ -54,6 +54,8 @@ class RunOptions:
         topology: of the plan's gradient exchange; None: from the environment
         nonfinite: what the exchange does with gradients that are not finite, see `ExchangeSettings`
         watch: over the ranks of the run
+        gather_dtype: of autocast, under which steps run: matrices in shards are gathered in it;
+            None: in their own
     """
 
     ddp: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class RunOptions:
     topology: Topology | None = None
     nonfinite: str = "error"
     watch: RankWatch | None = None
+    gather_dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -219,7 +222,7 @@ class Applied:
         exchange: the compressed gradient exchange, or that of replicas that train alone
     """
 
-    undo: Callable[[], None]
+    undo: Callable[[], None] = lambda: None
     replaced: Mapping[Tensor, Tensor] = field(default_factory=dict)
     split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)
     around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -229,20 +232,6 @@ class Applied:
     reshard: Callable[[], None] = lambda: None
     joined: Callable[[], AbstractContextManager[Any]] = nullcontext
     exchange: CompressedExchange | OuterSteps | None = None
-
-
-def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:
-    """Return the parameter that now stands for each original one.
-
-    `applied` is in the order of application: a later technique may replace what an earlier one
-    made.
-    """
-    found: dict[Tensor, Tensor] = {}
-    for each in applied:
-        later = dict(each.replaced)
-        # what this one replaced again is found under its original, the rest is new
-        found = {original: later.pop(now, now) for original, now in found.items()} | later
-    return found
 
 
 @dataclass

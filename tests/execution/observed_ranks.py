@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -40,7 +41,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.registry import parameters_by_block
-from lightning_topt.techniques.technique import BlockSeconds
+from lightning_topt.techniques.technique import BlockSeconds, RunOptions
 
 STEPS = 3  # DDP packs its buckets anew before the second
 # What is sent in buckets of several blocks: its calls are not those of the blocks.
@@ -63,22 +64,23 @@ def observe(
     optimizers_of: OptimizersOf,
     *,
     parts: Sequence[Any] = (),
+    dtype: torch.dtype | None = None,
 ) -> Seen:
     """Run steps as a rank of the plan; return what the last one showed. A collective call.
 
-    `parts` are the microbatches of a plan with stages.
+    `parts` are the microbatches of a plan with stages, `dtype` is that of autocast.
     """
     silence(module)
-    engine = Engine(plan, module, device=CPU)
+    engine = Engine(plan, module, device=CPU, options=RunOptions(gather_dtype=dtype))
     module.train()
     staged = plan.schedule is not None
     engine.apply(example=Example(_loss_of_part, parts[0]) if staged else None)
     optimizers = optimizers_of(module)
     engine.attach_optimizers(optimizers)
-    recorder = _Recorder()
+    recorder = Recorder()
 
     def loss(model: nn.Module, batch: object) -> Tensor:
-        with forward_is_training_step(module):
+        with forward_is_training_step(module), autocast(dtype):
             found = loss_of(model(batch))
         recorder.during = "backward"
         return found
@@ -115,6 +117,11 @@ def observe(
     return Seen({block: tuple(sizes) for block, sizes in held.items()}, _summed(recorder.calls))
 
 
+def autocast(dtype: torch.dtype | None) -> torch.autocast:
+    """Return the context of a step, as Lightning makes it."""
+    return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
+
+
 def cluster_for(mesh: Mesh) -> Cluster:
     """Return a cluster with the nodes that `mesh` was made for; its speeds are of no use."""
     # Axes inside a node are the last ones.
@@ -136,6 +143,7 @@ def priced(plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile) -> Cal
         profile,
         plan.mesh,
         graph.batch_size,
+        float32_gathers=plan.float32_gathers,
     )
     found: list[Collective] = []
 
@@ -213,7 +221,7 @@ def _padding(tensors: Sequence[Tensor]) -> int:
     return sum(sizes.values()) - sum(shard.nbytes for shard in shards)
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Records `calls` while it is on: pass, operation, ranks, bytes."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Any] = {
     ],
     "Adafactor": lambda p: [torch.optim.Adafactor(p, lr=1e-2)],
 }
-# Several optimizers, and states on the host: with blocks on both axes, and beside a hook.
+# Several optimizers: with blocks on both axes, and beside a hook.
 CASES = [(layout, "fused AdamW") for layout in LAYOUTS] + [
     (layout, "foreach SGD and RMSprop")
     for layout in ("all of them", "gradients exchanged by a hook")
@@ -166,8 +166,6 @@ def train(rank: int, layout: str, optimizer_name: str) -> Any:
             if n.startswith(("b.", "c.", "e.")) or "." not in n or n == "embed.weight"
         }
         assert rank or set(state["exchange"]["ranks"][0]["residual"]) == whole_ones - {"shift"}
-    if "foreach" in optimizer_name:
-        engine.optimizer_state_to_host()
     engine.release()
     assert (
         all(p is originals[n] for n, p in module.named_parameters())

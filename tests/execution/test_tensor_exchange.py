@@ -141,7 +141,7 @@ def under_ddp(rank: int, state: Any) -> Any:
     engine.apply()
     engine.attach_optimizers([optimizer_of(engine.module)])
     engine.load(state)
-    return engine.exchange_state()
+    return engine.exchange.state_dict()
 
 
 def test_what_is_held_back_is_saved_of_whole_parameters(tmp_path: Path) -> None:

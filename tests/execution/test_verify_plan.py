@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from tests.execution.observed_ranks import observe, priced
+from tests.execution.observed_ranks import autocast, observe, priced
 from tests.launch import run_ranks
 from tests.models import GPT, MEGATRON_BLOCK, ConvNet, TunedGPT, batch_for
 
@@ -121,18 +122,23 @@ MODELS = {
     "ConvNet": (ConvNet, ["conv2", "hidden"]),
     "Wide": (Wide, BLOCKS),
     "adapters": (tuned, BLOCKS),
+    "16 bits": (lambda: tuned(tied=True), BLOCKS),
 }
+DTYPES = {"16 bits": torch.bfloat16}  # of autocast
 
 
 def plans_on(ranks):
     if ranks == 4:  # what two ranks cannot do, and shards of more than two
         recomputed = plan_of("zero3", ranks, recompute=BLOCKS)
         plans = [plan_of("zero1", ranks), plan_of("hybrid", ranks), mixed_plan(ranks), recomputed]
-        return [*(("GPT", plan) for plan in plans), ("adapters", mixed_plan(ranks))]
+        more = [(model, mixed_plan(ranks)) for model in ("adapters", "16 bits")]
+        return [*(("GPT", plan) for plan in plans), *more]
     plans = [("GPT", plan_of(name, ranks)) for name in ("ddp", "zero2")]
     plans.append(("GPT", plan_of("zero3", ranks)))
     plans.append(("ConvNet", plan_of("zero3", ranks, blocks=MODELS["ConvNet"][1])))
     plans += [("adapters", plan_of(name, ranks)) for name in ("ddp", "zero1", "zero3")]
+    plans += [("16 bits", plan_of(name, ranks)) for name in ("zero2", "zero3")]
+    plans.append(("16 bits", replace(plan_of("zero3", ranks), float32_gathers=True)))
     return [*plans, ("Wide", plan_of("zero1", ranks))]
 
 
@@ -141,7 +147,8 @@ def observe_all(rank, plans):
     for model, plan in plans:
         torch.manual_seed(0)
         module = MODELS[model][0]()
-        seen.append(observe(plan, module, batch_for(module), optimizers_of))
+        batch, dtype = batch_for(module), DTYPES.get(model)
+        seen.append(observe(plan, module, batch, optimizers_of, dtype=dtype))
     return seen
 
 
@@ -151,7 +158,8 @@ def test_real_ranks_hold_what_was_said_and_call_what_was_priced(ranks):
     seen = run_ranks(observe_all, ranks, plans)
     for index, (model, plan) in enumerate(plans):
         module = on_meta(MODELS[model][0])
-        graph = capture(module, batch_for(module))
+        context = partial(autocast, DTYPES.get(model))
+        graph = capture(module, batch_for(module), forward_context=context)
         found = verify_plan(plan, module, optimizers_of=optimizers_of, graph=graph)
         assert found.would_run, found.problems
         profile = read_optimizer(optimizers_of(module), named_parameters=module.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import lightning as L
@@ -24,13 +25,14 @@ pytestmark = [
 
 
 class Dropped(nn.Module):
-    """Takes its input by keyword."""
+    """Takes its input by keyword, in an object that torch's pytrees do not open."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.drop, self.down = nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32)
 
-    def forward(self, *, x: Tensor) -> Tensor:
+    def forward(self, *, held: UserDict[str, Tensor]) -> Tensor:
+        x = held["x"]
         return x + self.down(self.drop(self.up(x).relu()))
 
 
@@ -42,7 +44,7 @@ class Net(L.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x=x)
+            x = block(held=UserDict(x=x))
         return x.square().mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

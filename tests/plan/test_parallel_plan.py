@@ -20,6 +20,7 @@ from lightning_topt.plan.parallel_plan import (
     uniform_plan,
 )
 from lightning_topt.plan.plan_values import PRESETS, mesh_to_list
+from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
 from lightning_topt.weight_prediction import make_prediction
 
 HAND_WRITTEN = """
@@ -252,6 +253,18 @@ def test_gradient_views_round_trip_and_need_whole_gradients() -> None:
         replace(uniform_plan(2, data_parallel_size=2), gradient_views=True)
     with pytest.raises(PlanError, match="gradient_views must be"):
         ParallelPlan.from_dict({**plan.to_dict(), "gradient_views": 1})
+
+
+def test_gathers_in_float32_round_trip_and_need_shards() -> None:
+    given = read_plan_option("hybrid+float32_gathers+recompute")
+    assert isinstance(given, UniformPlan) and given.recompute and given.preset.float32_gathers
+    plan = preset_plan(given.preset, mesh=hybrid_mesh(2, 2))
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan and "in float32" in plan.summary()
+    assert "float32_gathers" not in uniform_plan(3, data_parallel_size=2).to_yaml()
+    with pytest.raises(PlanError, match="float32_gathers is for parameters in shards"):
+        replace(uniform_plan(1, data_parallel_size=2), float32_gathers=True)
+    with pytest.raises(PlanError, match="neither a file nor one of"):
+        read_plan_option("tensor+float32_gathers")
 
 
 WRONG = [

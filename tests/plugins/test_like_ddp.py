@@ -141,6 +141,7 @@ CASES: dict[tuple[str, tuple[Any, ...]], Any] = {
     ("adapters", ()): ("zero1", "zero2", "zero2+recompute", "zero3+recompute"),
     ("muon", ()): ("zero1", "zero2", "zero3"),
     ("compiled network", ()): (None, *SHARDED),
+    ("compiled network", ("bf16-mixed",)): ("zero3",),
     ("compiled module", ()): (None, *SHARDED),
 }
 

@@ -12,12 +12,7 @@ import pytest
 
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
-from lightning_topt.techniques.plan_costs import (
-    PlanBatch,
-    PlanCosts,
-    compute_seconds,
-    seconds_by_kind,
-)
+from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts, explain
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 
@@ -40,7 +35,7 @@ def test_a_batch_costs_what_its_plans_do(seed, elementwise):
         configs = batch.configs_of(row)
         assert batch.seconds[row] == pytest.approx(costs.seconds(configs), rel=1e-12)
         assert batch.peak_bytes[row] == pytest.approx(costs.memory(configs).max(), rel=1e-12)
-        compute = compute_seconds(seconds_by_kind(costs, configs))
+        compute = explain(costs, configs).compute_seconds
         assert batch.compute_seconds[row] == pytest.approx(compute, rel=1e-12)
 
 

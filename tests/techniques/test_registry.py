@@ -50,34 +50,20 @@ def test_no_placement_has_two_techniques_and_what_has_none_is_refused() -> None:
 PLAIN = OpConfig.zero(0)
 TENSOR = Mesh((Axis("data", 2), Axis("tensor", 2)))
 STAGES = Mesh((Axis("pipeline", 2), Axis("data", 2)))
-ZERO1 = OpConfig(PRESETS["zero1"].storage(STAGES))
+ZERO1, ZERO2, ZERO3 = (OpConfig(PRESETS[f"zero{n}"].storage(STAGES)) for n in (1, 2, 3))
+INNER = OpConfig.zero(1, axes=2, over=[1])
 
 
 @pytest.mark.parametrize(
     ("mesh", "configs", "exchange", "reason"),
     [
         (FLAT, {"": OpConfig.zero(0, recompute=True)}, None, "cannot be recomputed"),
-        (
-            HYBRID,
-            {"": OpConfig.zero(0, axes=2), "a": OpConfig.zero(1, axes=2, over=[1])},
-            None,
-            "block 'a': no technique",
-        ),
+        (HYBRID, {"": OpConfig.zero(0, axes=2), "a": INNER}, None, "block 'a': no technique"),
         (TENSOR, {"": OpConfig.zero(3, axes=2)}, None, "on the mesh data 2 x tensor 2"),
         (FLAT, {"": OpConfig.zero(3), "a": OpConfig.zero(2)}, BF16(), "needs whole gradients"),
         (data_mesh(1), {"": PLAIN}, BF16(), "a single rank along the data axes exchanges nothing"),
-        (
-            STAGES,
-            {"": OpConfig(PRESETS["zero3"].storage(STAGES))},
-            None,
-            "level 3, which does not go together with st",
-        ),
-        (
-            STAGES,
-            {"": ZERO1, "a": OpConfig(PRESETS["zero2"].storage(STAGES))},
-            None,
-            "block 'a' has ZeRO level 2",
-        ),
+        (STAGES, {"": ZERO3}, None, "level 3, which does not go together with st"),
+        (STAGES, {"": ZERO1, "a": ZERO2}, None, "block 'a' has ZeRO level 2"),
     ],
 )
 def test_what_nothing_runs_is_refused(

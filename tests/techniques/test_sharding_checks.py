@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.techniques import sharding_checks
+from lightning_topt.techniques.technique import RunOptions
 from tests.launch import run_on_pool
 
 CPU, STEPS = torch.device("cpu"), 3
@@ -95,22 +97,27 @@ def train(
     blocks: list[str] | tuple[str, ...] = (),
     after_backward: Callable[[nn.Module], Any] = lambda _: None,
     after_step: Callable[[nn.Module], Any] = lambda _: None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Train under a plan on the ranks, or without one in this process."""
+    """Train under a plan on the ranks, or without one in this process; `dtype` of autocast."""
+    autocast = partial(torch.autocast, "cpu", dtype, enabled=dtype is not None)
     engine = None
     if preset is not None:
         plan = preset_plan(PRESETS[preset], mesh=data_mesh(dist.get_world_size()), blocks=blocks)
-        engine = Engine(plan, module, device=CPU)
+        engine = Engine(plan, module, device=CPU, options=RunOptions(gather_dtype=dtype))
         engine.apply()
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     if engine is not None:
         engine.attach_optimizers([optimizer])
     for batch in batches():
         if engine is None:
-            module(batch).backward()
+            with autocast():
+                loss = module(batch)
+            loss.backward()
         else:
             part = batch.chunk(dist.get_world_size())[dist.get_rank()]
-            engine.run_step([part], lambda model, x: model(x))
+            with autocast():
+                engine.run_step([part], lambda model, x: model(x))
         after_backward(module)
         optimizer.step()
         optimizer.zero_grad()
@@ -121,9 +128,10 @@ def train(
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def same(found: list[dict[str, Tensor]], wanted: dict[str, Tensor]) -> None:
+def same(found: list[dict[str, Tensor]], wanted: dict[str, Tensor], *, bits: int = 23) -> None:
+    tolerances = {} if bits == 23 else {"rtol": 2.0**-bits, "atol": 2.0**-bits}
     for of_rank in found:
-        torch.testing.assert_close(of_rank, wanted)
+        torch.testing.assert_close(of_rank, wanted, **tolerances)
 
 
 # ---- written parameters --------------------------------------------------------------------------
@@ -165,28 +173,31 @@ def test_writes_after_a_step_hold(write: str):
     same(run_on_pool(_outside, 2, write), train(module, after_step=lambda _: module.move()))
 
 
-def _clipped(rank: int, preset: str) -> dict[str, Tensor]:
-    return train(Net(Clipped), preset=preset, blocks=["first", "last"])
+def _clipped(rank: int, preset: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    return train(Net(Clipped), preset=preset, blocks=["first", "last"], dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("preset", ["zero2", "zero3"])
-def test_new_memory_inside_of_a_block_holds(preset: str):
-    wanted = train(Net(Clipped))
-    same(run_on_pool(_clipped, 2, preset), wanted)
+def test_new_memory_inside_of_a_block_holds(preset: str, dtype: torch.dtype | None):
+    wanted = train(Net(Clipped), dtype=dtype)
+    same(run_on_pool(_clipped, 2, preset, dtype), wanted, bits=23 if dtype is None else 7)
 
 
 # ---- hooks, memory -------------------------------------------------------------------------------
 
 
 def _halve(gradient: Tensor) -> Tensor:
+    assert gradient.dtype == torch.float32
     return 0.5 * gradient
 
 
 def _hooked(rank: int, when: str) -> dict[str, Tensor]:
     module = Net()
-    if when == "before":
+    if when != "later":
+        dtype = torch.bfloat16 if when == "16 bits" else None
         module.first.weight.register_hook(_halve)
-        return train(module, preset="zero3", blocks=["first"])
+        return train(module, preset="zero3", blocks=["first"], dtype=dtype)
 
     def register(net: nn.Module) -> None:
         if not handles:
@@ -196,19 +207,49 @@ def _hooked(rank: int, when: str) -> dict[str, Tensor]:
     return train(module, preset="zero3", blocks=["first"], after_step=register)
 
 
-@pytest.mark.parametrize("when", ["before", "later"])
+@pytest.mark.parametrize("when", ["before", "16 bits", "later"])
 def test_hooks_of_parameters_get_whole_gradients(when: str):
     module, handles = Net(), []
-    if when == "before":
+    if when != "later":
         module.first.weight.register_hook(_halve)
 
     def register(net: nn.Module) -> None:
         if when == "later" and not handles:
             handles.append(net.first.weight.register_hook(_halve))
 
-    wanted = train(module, after_step=register)
+    is_narrow = when == "16 bits"
+    wanted = train(module, after_step=register, dtype=torch.bfloat16 if is_narrow else None)
     assert not torch.allclose(wanted["first.weight"], train(Net())["first.weight"])
-    same(run_on_pool(_hooked, 2, when), wanted)
+    same(run_on_pool(_hooked, 2, when), wanted, bits=10 if is_narrow else 23)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer keeps a list of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.LSTM(2, 3, 2, bidirectional=True)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.view(-1, 2, 2).transpose(0, 1))[0]).square().mean()
+
+
+def _recurrent(rank: int, preset: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    module = Recurrent()
+    found = train(module, preset=preset, blocks=["first"], dtype=dtype)
+    module(torch.ones(1, 4))
+    names = zip(module.first._flat_weights, module.first._flat_weights_names, strict=True)
+    assert all(weight is module.first._parameters[name] for weight, name in names)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_recurrent_layers_follow_their_shards(preset: str, dtype: torch.dtype | None):
+    wanted = train(Recurrent(), dtype=dtype)
+    same(run_on_pool(_recurrent, 2, preset, dtype), wanted, bits=23 if dtype is None else 9)
 
 
 class Tied(nn.Module):
@@ -320,6 +361,15 @@ class Held(Net):
         return super().forward(x) + sum(p.square().sum() for p in self.held)
 
 
+class Exact(Net):
+    """Switches autocast off for its last layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        with torch.autocast("cpu", enabled=False):
+            return self.last(hidden.float()).square().mean()
+
+
 def twins() -> Net:
     module = Net()
     module.twin = nn.Linear(4, 3)
@@ -362,6 +412,7 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str
     "views": (Net, flatten, ", in flatten: "),
     "gradients": (Net, differentiate, ", in differentiate: "),
     "held": (Held, nothing, "in <genexpr>: "),
+    "16 bits": (Exact, nothing, "in forward: return self.last(hidden.float())"),
 }
 
 
@@ -369,7 +420,8 @@ def _errors(rank: int) -> dict[str, str]:
     found = {}
     for name, (make, use, _) in ERRORS.items():
         with pytest.raises((PlanError, RuntimeError)) as error:
-            train(make(), preset="zero3", blocks=["first"], after_backward=use)
+            dtype = torch.bfloat16 if name == "16 bits" else None
+            train(make(), preset="zero3", blocks=["first"], after_backward=use, dtype=dtype)
         explain_shards(error.value)
         found[name] = str(error.value)
     return found
@@ -379,18 +431,6 @@ def test_what_shards_cannot_do_is_an_error_with_the_line() -> None:
     for found in run_on_pool(_errors, 2):
         for name, (*_, words) in ERRORS.items():
             assert words in found[name] and "plan=" in found[name], (name, found[name])
-
-
-def _given_back(rank: int) -> dict[str, Tensor]:
-    module = Net()
-    train(module, preset="zero3", blocks=["first"])
-    return train(module)
-
-
-def test_parameters_are_what_they_were_after_a_release():
-    module = Net()
-    train(module)
-    same(run_on_pool(_given_back, 2), train(module))
 
 
 # ---- random numbers ------------------------------------------------------------------------------

@@ -537,7 +537,7 @@ def exchange_between_rows(run: PipelineRun, options: RunOptions) -> Applied | No
         watch=options.watch,
     )
     run.exchanges.instead = exchange.average
-    return Applied(undo=lambda: None, exchange=exchange)
+    return Applied(exchange=exchange)
 
 
 def _merged(run: PipelineRun, ranks: list[ExchangeState]) -> list[ExchangeState]:

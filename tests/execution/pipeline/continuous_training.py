@@ -154,7 +154,7 @@ def train(rank: int, case: Case) -> Outcome:
     found.random = torch.get_rng_state()
     found.state = {name: value.clone() for name, value in engine.module_state().items()}
     if engine.exchange is not None:
-        saved = engine.exchange_state()
+        saved = engine.exchange.state_dict()
         assert saved is not None and len(saved["ranks"]) == (
             case.plan.data_parallel_size if rank == 0 else 0
         )
@@ -165,7 +165,7 @@ def train(rank: int, case: Case) -> Outcome:
         found.residuals = sum(bool(tensor.any()) for named in of_ranks for tensor in named.values())
         given = [saved]
         torch.distributed.broadcast_object_list(given, src=0)
-        engine.load_exchange_state(given[0])
+        engine.exchange.load_state_dict(given[0])
     engine.release()
     engine.close()
     whole = {name: value.clone() for name, value in model.state_dict().items()}

@@ -117,9 +117,7 @@ def _plan_once(config: DictConfig) -> None:
     if unpriced.unstaged is not None:
         notes.append(f"Plans with stages were not searched: {unpriced.unstaged}.")
     notes.append(sentence_of(search.cluster.accuracy))
-    chosen = choose_for(
-        request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
-    )
+    chosen = choose_for(request, frontier, search, trainer)
     planning = Planning(frontier, chosen, example.graph)
     intervals = chosen.seconds_interval, chosen.bytes_interval
     notes += interval_sentences(intervals, search.cluster)

@@ -48,6 +48,7 @@ from lightning_topt.cli.example_step import (
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.measuring import on_rank_0
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer, time_updates
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.explanation import explain_stages
@@ -71,7 +72,6 @@ from lightning_topt.plugins.plan_options import (
     read_mesh,
 )
 from lightning_topt.plugins.plan_request import PlanRequest, allowed_ways, rule_for, why_not_alone
-from lightning_topt.plugins.planning import on_rank_0
 from lightning_topt.plugins.requirements import SHARDED, SLICES, STAGES, Fit, why_not
 from lightning_topt.plugins.searched_plan import Planning, make_fake_optimizers
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES

@@ -11,10 +11,10 @@ which one runs a tensor, `travel_device` where tensors must be that any group ta
 FSDP2 takes the same two as objects (`AllGather`, `ReduceScatter`). What is in flight anywhere in
 the package is a `Waitable`.
 
-Small values travel by `values_of_group`. The state of all ranks comes into one checkpoint by
-`gather_state`, and `own_state` gives each rank its part of what was saved. Ranks that have slices
-of parameters (`Slices`) save the state of full parameters: `unsharded_state`, and `sharded_state`
-on the way back.
+Small values travel by `values_of_group`, those that are mostly equal by `values_if_different`. The
+state of all ranks comes into one checkpoint by `gather_state`, and `own_state` gives each rank its
+part of what was saved. Ranks that have slices of parameters (`Slices`) save the state of full
+parameters: `unsharded_state`, and `sharded_state` on the way back.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 # received slices of a reduce-scatter are added so many elements at a time: bounds its memory
@@ -276,16 +277,48 @@ def values_of_group(value: T, group: dist.ProcessGroup | None = None) -> list[T]
     return values
 
 
-def check_equal_on_ranks(options: Mapping[str, Any], *, doing: str) -> None:
-    """Collective call: raise ValueError, on all ranks, where `options` differ from rank 0's."""
+def largest_of_ranks(*numbers: int, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Collective call: return the largest of each of the `numbers`, of at most 63 bits."""
+    largest = torch.tensor(numbers, dtype=torch.int64, device=travel_device(group))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return [int(number) for number in largest]
+
+
+def values_if_different(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Collective call: return every rank's plain `value` where they differ, else nothing.
+
+    One number travels, a hash of the text of `value`, and the values where these differ.
+    """
+    number = _text_hash(value)
+    most, least = largest_of_ranks(number, -number, group=group)
+    return [] if most == -least else values_of_group(value, group)
+
+
+def check_equal_on_ranks(
+    options: Mapping[str, Any], *, of: str, more: Sequence[int] = ()
+) -> list[int]:
+    """Collective call: raise ValueError, on all ranks, where `options` differ from rank 0's.
+
+    Returns the largest of each of the numbers in `more`, which travel along.
+    """
+    number = _text_hash(options)
+    most, least, *others = largest_of_ranks(number, -number, *more)
+    if most == -least:
+        return others
     everyone = values_of_group(options)
     for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if value != everyone[0].get(name):
+        for name in {**everyone[0], **theirs}:
+            own, first = theirs.get(name), everyone[0].get(name)
+            if own != first:
                 raise ValueError(
-                    f"all ranks need the same options of {doing}: {name} is {value!r} on rank "
-                    f"{rank} and {everyone[0].get(name)!r} on rank 0"
+                    f"all ranks need the same {of}: {name} is {own!r} on rank {rank} and "
+                    f"{first!r} on rank 0"
                 )
+    return others
+
+
+def _text_hash(value: object) -> int:
+    return xxhash.xxh3_64_intdigest(repr(value).encode()) >> 1  # of 63 bits
 
 
 # ---- the state of all ranks ----------------------------------------------------------------------

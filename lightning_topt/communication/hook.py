@@ -181,7 +181,7 @@ class CompressedExchange:
                 "num_nodes": self.topology.num_nodes,
                 "ranks_per_node": self.topology.ranks_per_node,
             },
-            doing="the gradient exchange",
+            of="options of the gradient exchange",
         )
         # parameters by name, and which of them are exempt. Those that no part has slices of are
         # sent whole: another choice of entries in each part would make them differ.

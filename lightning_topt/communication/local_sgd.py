@@ -114,7 +114,7 @@ class OuterSteps:
         if not self.parameters.numel:
             raise ValueError("local steps need a module with trained parameters")
         options = method.as_mapping() | {"number of elements": self.parameters.numel}
-        check_equal_on_ranks(options, doing="local steps")
+        check_equal_on_ranks(options, of="options of local steps")
         self._own_watch = watch_ranks() if watch is None else None
         self.watch = watch or self._own_watch
         # all start from rank 0's values; frozen parameters are made equal here, once

@@ -74,11 +74,14 @@ class PeerLostError(RuntimeError):
 def is_of_collective(error: BaseException) -> bool:
     """Return whether `error` is of a collective call that failed because of others.
 
-    That is another rank, the network or the time limit.
+    That is another rank, the network or the time limit, not a device that is full.
     """
-    if isinstance(error, PeerLostError | dist.DistError):
+    if isinstance(error, PeerLostError):  # which may say that another rank's device is
         return True
-    return isinstance(error, RuntimeError) and OF_COLLECTIVES.search(str(error)) is not None
+    of_calls = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and OF_COLLECTIVES.search(str(error)) is not None
+    )
+    return of_calls and "out of memory" not in str(error)
 
 
 def watch_ranks() -> RankWatch | None:

@@ -14,12 +14,16 @@ from functools import partial
 from threading import Thread
 from time import monotonic
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from lightning_topt.communication.collectives import backend_of, largest_of_ranks
 from lightning_topt.communication.rank_watch import time_limit
 
 _ABORT_SECONDS = 10.0  # that an error waits for groups to end
+_HOST = "lightning_topt_host"  # how torch describes the group of `host_group`
+_hostless: list[bool] = []  # whether there cannot be one
 log = logging.getLogger(__name__)
 
 
@@ -225,6 +229,26 @@ def whole_run() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks that sends memory of the host. A collective call.
+
+    The run's own where that does, else one of gloo, which is made once and goes with the run's.
+    None, on all ranks, where one has no network interface for it.
+    """
+    run = whole_run()
+    if backend_of(torch.device("cpu"), run):
+        return run
+    made = next((group for group in _world.pg_map if group.group_desc == _HOST), None)
+    if made is None and not _hostless:
+        try:
+            made = dist.new_group(backend="gloo", timeout=time_limit(), group_desc=_HOST)
+        except RuntimeError as error:  # no network interface, most often
+            log.warning("ranks cannot send memory of the host: %s", error)
+        if any(largest_of_ranks(made is None)):
+            _hostless[:] = [True]
+    return None if _hostless else made
 
 
 def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:

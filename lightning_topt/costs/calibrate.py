@@ -42,6 +42,7 @@ from lightning_topt.communication.collectives import (
     reduce_scatter_into,
     synchronize,
 )
+from lightning_topt.communication.topology import destroy_groups, own_group, whole_run
 from lightning_topt.costs.cluster import (
     COLLECTIVES,
     Cluster,
@@ -54,9 +55,10 @@ from lightning_topt.costs.communication import Group, mesh_groups, ranks_of_grou
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
 from lightning_topt.costs.measuring import (
     average,
+    free_memory_bytes,
+    gather,
     kept_global_state,
     most,
-    own_rank,
     time_call,
     time_issue,
     time_kernel,
@@ -64,6 +66,7 @@ from lightning_topt.costs.measuring import (
     usable_memory_bytes,
     world_size,
 )
+from lightning_topt.costs.reserved_memory import COMMUNICATOR_BYTES
 from lightning_topt.graph.kernels import make_call
 from lightning_topt.graph.op_graph import Kernel, OpGraph
 
@@ -73,6 +76,7 @@ _MANY_LAUNCHES = 2e-4  # seconds of the host for a call: those of one kernel are
 _SMALL_SHARE, _LATEST = 0.1, 3  # of the kernels' expected seconds; of the time to measure them in
 _AGREE = 1.2  # two times are the same within this factor
 _MAX_ROUNDS = 5
+_LEAST_ROOM = 1 << 28  # bytes of a device to measure in
 Part = TypeVar("Part", bound=Hashable)
 Times = Mapping[Any, float]  # seconds by what was measured
 # one device
@@ -128,6 +132,9 @@ def calibrate(
     CPU ranks, that part is measured again, until 1.4 times the time is over; of all rounds the
     fastest counts, of waits the median.
 
+    Groups that take memory of devices (NCCL) are made and destroyed kind by kind. Kinds and sizes
+    for which a device has no room are left out: formulas stand in.
+
     Args:
         device: what ranks train on.
         num_nodes: how many machines the ranks are on.
@@ -136,43 +143,48 @@ def calibrate(
 
     Raises:
         ValueError: unless the ranks can be spread evenly over that many nodes.
+        RuntimeError: a device has less than 256 MiB free.
     """
     assert "all_reduce" in collectives and set(collectives) <= set(COLLECTIVES)
     device, ranks = torch.device(device), world_size()
     if num_nodes < 1 or ranks % num_nodes:
         raise ValueError(f"{ranks} ranks cannot be spread evenly over {num_nodes} nodes")
+    if (room := free_memory_bytes(device)) < _LEAST_ROOM:
+        raise RuntimeError(
+            f"a device has {room / 2**20:.0f} MiB free, which is too little to measure it: free "
+            "memory before the fit, or give a cluster (cluster=FILE)"
+        )
     local = ranks // num_nodes
     half = 0.5 * budget_seconds
-    groups = mesh_groups(ranks, devices_per_node=local)
-    budgets = {group: (0.45 if group.size == ranks else _GROUP_SHARE) * half for group in groups}
-    allowed = 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
-    computing: dict[Any, Callable[[], Times]] = dict(
-        device_timers(device, budget_seconds=0.35 * half)
-    )
+    computing = device_timers(device, budget_seconds=0.35 * half, room=room)
     # an accelerator's times are its own, whoever has the cores
     watched = {
         name: WatchedPart(measure, ranks=local)
         for name, measure in computing.items()
         if device.type == "cpu"
     }
-    # rounds of every part: device, collectives, waits
-    with process_groups(groups) as made:
-        timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
-        waits = {
-            ("wait", group): WaitTimer(found, device=device, budget_seconds=budgets[group] / 4)
-            for group, found in made.items()
-        }
-        deadline = time.perf_counter() + allowed  # connections are open by now
-        rounds = repeat_parts(
-            computing | watched | timers | waits,
-            seconds_left=lambda: average([deadline - time.perf_counter()])[0],
-            busy=lambda name: name in watched and watched[name].busy_share > 0,
+    groups = mesh_groups(ranks, devices_per_node=local)
+    # groups of gloo take no memory of a device: all at once, so that halves of a part lie apart
+    at_once = not groups or backend_of(device) == "gloo"
+    rounds: dict[Any, list[Times]] = {}
+    for kinds in [groups] if at_once else [(group,) for group in groups]:
+        if rounds and free_memory_bytes(device) < 2 * COMMUNICATOR_BYTES:
+            break  # that of all ranks, which is open, came first
+        rounds |= _rounds(
+            {} if rounds else computing | watched,
+            kinds,
+            collectives=collectives,
+            device=device,
+            budget_seconds=budget_seconds,
         )
-    # from times to curves, links and rates
+    # from times to curves, links and rates; a link that was not seen alone is that of all ranks
     times = {name: fastest(found) for name, found in rounds.items()}
-    curves = {key: curve(times[key], wait_seconds=_wait(rounds, key)) for key in timers}
-    inter = fit_link(curves, Group(num_nodes, local))
-    intra = fit_link(curves, Group(local)) if local > 1 else inter
+    keys = [key for key in rounds if isinstance(key, tuple) and key[0] in collectives]
+    curves = {key: curve(times[key], wait_seconds=_wait(rounds, key)) for key in keys}
+    inter, intra = (
+        fit_link(curves, group if ("wait", group) in rounds else Group(ranks))
+        for group in (Group(num_nodes, local), Group(local))
+    )
     # All ranks begin together: that they take memory at the same time costs each a third more, as
     # in a step.
     average([0.0])
@@ -183,7 +195,7 @@ def calibrate(
         device=measured,
         devices_per_node=local,
         num_nodes=num_nodes,
-        intra=intra,
+        intra=intra if local > 1 else inter,
         inter=inter if num_nodes > 1 else None,
         collectives=curves,
         overlap=measure_overlap(
@@ -195,6 +207,33 @@ def calibrate(
         source=f"measured by {ranks} rank(s) with torch {torch.__version__} on {measured.name}",
         busy_share=max((part.busy_share for part in watched.values()), default=0.0),
     )
+
+
+def _rounds(
+    computing: Mapping[Any, Callable[[], Times]],
+    kinds: Sequence[Group],
+    *,
+    collectives: Collection[str],
+    device: torch.device,
+    budget_seconds: float,
+) -> dict[Any, list[Times]]:
+    # Rounds of every part: device, collectives in `kinds` of groups, waits
+    shares = {kind: 0.45 if kind.size == world_size() else _GROUP_SHARE for kind in kinds}
+    budgets = {kind: 0.5 * share * budget_seconds for kind, share in shares.items()}
+    allowed = 1.4 * budget_seconds * (sum(shares.values()) + 0.55 * bool(computing))
+    with process_groups(kinds) as made:
+        timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
+        waits = {
+            ("wait", kind): WaitTimer(found, device=device, budget_seconds=budgets[kind] / 4)
+            for kind, found in made.items()
+        }
+        # connections are open by now
+        deadline = time.perf_counter() + allowed
+        return repeat_parts(
+            {**computing, **timers, **waits},
+            seconds_left=lambda: average([deadline - time.perf_counter()])[0],
+            busy=lambda name: getattr(computing.get(name), "busy_share", 0.0) > 0,
+        )
 
 
 def _wait(rounds: Mapping[Any, Sequence[Mapping[Any, float]]], key: CurveKey) -> float:
@@ -285,17 +324,17 @@ def _of(key: Any, rounds: Sequence[Times]) -> list[float]:
 # ---- One device, while all ranks are at work
 
 
-def device_timers(device: torch.device, *, budget_seconds: float) -> dict[str, Callable[[], Times]]:
+def device_timers(
+    device: torch.device, *, budget_seconds: float, room: float
+) -> dict[Any, Callable[[], Times]]:
     """Return timers of `device`, each of which every rank calls at the same time.
 
     Seconds of products by dtype and size, per byte moved, per small operator, and what the host
-    takes around a kernel.
+    takes around a kernel. They take at most half of `room`, in bytes.
     """
 
     def copies() -> dict[Any, float]:
-        nbytes = _BYTES_MOVED["cpu" if device.type == "cpu" else "cuda"]
-        if device.type == "cuda":
-            nbytes = min(nbytes, torch.cuda.mem_get_info(device)[0] // 4)
+        nbytes = int(min(_BYTES_MOVED[device.type], room / 4))
         source = torch.ones(nbytes // 8, device=device)
         target = torch.empty_like(source)
         copying = time_kernel(
@@ -311,7 +350,7 @@ def device_timers(device: torch.device, *, budget_seconds: float) -> dict[str, C
         return {"call": average([overhead])[0]}
 
     host = partial(measure_host, device, budget_seconds=0.2 * budget_seconds)
-    products = ProductTimer(device, budget_seconds=0.6 * budget_seconds)
+    products = ProductTimer(device, budget_seconds=0.6 * budget_seconds, room=room)
     return {"products": products, "copies": copies, "small": small, "host": host}
 
 
@@ -335,7 +374,7 @@ def measured_device(
         rates[dtype] = max(rates.get(dtype, 0.0), 2.0 * size**3 / seconds)
     return Device(
         name=name,
-        memory_bytes=usable_memory_bytes(device),
+        memory_bytes=min(gather(usable_memory_bytes(device))),
         flops=rates,
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],
@@ -350,12 +389,14 @@ def measured_device(
 class ProductTimer:
     """Times products of square matrices by dtype and size.
 
-    Of as many sizes as five calls each take less than five times the budget. The first call finds
-    out which.
+    Of as many sizes as five calls each take less than five times the budget, and as three matrices
+    of float32 take half of `room`, in bytes. The first call finds out which.
     """
 
-    def __init__(self, device: torch.device, *, budget_seconds: float) -> None:
+    def __init__(self, device: torch.device, *, budget_seconds: float, room: float) -> None:
         self.device = device
+        possible = _MATRIX_SIZES[device.type]
+        self._possible = [size for size in possible if 3 * 4 * size**2 <= room / 2]
         self.dtypes = [
             torch.float32,
             torch.bfloat16,
@@ -367,10 +408,9 @@ class ProductTimer:
     def __call__(self) -> dict[Any, float]:
         """Return the seconds by dtype and size, the same on every rank. Collective."""
         found: dict[Any, float] = {}
-        possible = _MATRIX_SIZES["cpu" if self.device.type == "cpu" else "cuda"]
         for dtype in self.dtypes:
             name = str(dtype).removeprefix("torch.")
-            for size in self._sizes.get(dtype, possible):
+            for size in self._sizes.get(dtype, self._possible):
                 found[name, size] = seconds = self._seconds(dtype, size)
                 # the next size has twice the rows and columns
                 if dtype not in self._sizes and seconds * 8 > self._each:
@@ -499,17 +539,11 @@ def process_groups(groups: Sequence[Group]) -> Iterator[ProcessGroups]:
     made: dict[Group, dist.ProcessGroup] = {}
     try:
         for group in groups:
-            for ranks in ranks_of_groups(group, world_size()):
-                found: Any = (
-                    dist.group.WORLD if len(ranks) == world_size() else dist.new_group(ranks)
-                )
-                if own_rank() in ranks:
-                    made[group] = found
+            parts = ranks_of_groups(group, world_size())
+            made[group] = whole_run() if len(parts) == 1 else own_group(parts)
         yield made
     finally:
-        for group, found in made.items():
-            if group.size != world_size():
-                dist.destroy_process_group(found)
+        destroy_groups([made[group] for group in made if group.size != world_size()])
 
 
 def collective_timers(
@@ -546,7 +580,8 @@ class CollectiveTimer:
     """Times one collective by size of the whole tensor, in all groups of one kind at once.
 
     That is how they train. `make` is given a tensor of a multiple of `elements` elements. The first
-    call finds out how many sizes the time allows. Making one is collective: it opens connections.
+    call finds out how many sizes the time allows; of a size there are up to three tensors, which
+    take no more than half of what is free. Making one is collective: it opens connections.
     """
 
     def __init__(
@@ -562,16 +597,20 @@ class CollectiveTimer:
         self.sizes: Sequence[int] = ()
         # NCCL and gloo open connections in the first call of a kind
         time_once(make(torch.ones(elements, device=device)), device=device)
+        self._room = free_memory_bytes(device) / 2
 
     def __call__(self) -> Points:
         """Return the seconds by size, the same on every rank. Collective."""
         points: Points = {}
         deadline = time.perf_counter() + self.budget_seconds
-        sizes = self.sizes or (SIZES if self.device.type == "cpu" else CUDA_SIZES)
+        possible = SIZES if self.device.type == "cpu" else CUDA_SIZES
+        sizes = self.sizes or [size for size in possible if 3 * size <= self._room]
         for size, larger in zip(sizes, (*sizes[1:], 0), strict=True):
             numel = max(size // 4 // self.elements, 1) * self.elements  # float32
             whole = torch.ones(numel, device=self.device)
-            seconds = _time_together(self.make(whole), device=self.device, deadline=deadline)
+            call = self.make(whole)
+            gather(None)  # all ranks have their tensors
+            seconds = _time_together(call, device=self.device, deadline=deadline)
             points[float(whole.nbytes)] = seconds
             expected = seconds * larger / size * (_MIN_REPEATS + 1)
             if (
@@ -670,7 +709,7 @@ def measure_overlap(
     if all_reduce is None:
         return 0.0
     short = [size for size in all_reduce.sizes if all_reduce.seconds_at(size) <= _OVERLAP_SECONDS]
-    most = _OVERLAP_BYTES["cpu" if device.type == "cpu" else "cuda"]
+    most = min(_OVERLAP_BYTES[device.type], free_memory_bytes(device) / 4)
     message = torch.ones(
         int(min(most, max(short, default=all_reduce.sizes[0]))) // 4, device=device
     )
@@ -705,7 +744,7 @@ def _collective_calls(ranks: int, group: dist.ProcessGroup) -> dict[str, Callabl
     def part(whole: Tensor) -> Tensor:
         return torch.ones(whole.numel() // ranks, device=whole.device)
 
-    def gather(whole: Tensor) -> Call:
+    def collect(whole: Tensor) -> Call:
         local = part(whole)
         # FSDP2 allocates the result each time
         return lambda: all_gather_into(torch.empty_like(whole), local, group=group)
@@ -733,7 +772,7 @@ def _collective_calls(ranks: int, group: dist.ProcessGroup) -> dict[str, Callabl
     return {
         "all_reduce": lambda whole: lambda: dist.all_reduce(whole, group=group),
         "reduce_scatter": reduce,
-        "all_gather": gather,
+        "all_gather": collect,
         "broadcast": lambda whole: lambda: dist.broadcast(whole, group=group, group_src=0),
         "all_to_all": exchange,
         "send_recv": pass_on,
@@ -741,7 +780,7 @@ def _collective_calls(ranks: int, group: dist.ProcessGroup) -> dict[str, Callabl
 
 
 def _products(device: torch.device, count: int) -> Call:
-    n = _MATRIX["cpu" if device.type == "cpu" else "cuda"]
+    n = _MATRIX[device.type]
     left, right = torch.rand(2, n, n, device=device)
 
     def compute() -> None:

@@ -28,22 +28,23 @@ import math
 import os
 import platform
 import secrets
-import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_topt.basics.core_wait import CoreWait, usable_cores
+from lightning_topt.basics.core_wait import usable_cores
 from lightning_topt.basics.own_files import made, open_own
 from lightning_topt.costs.calibrate import (
     USUAL_COLLECTIVES,
+    WatchedPart,
     busy_share,
     calibrate,
     measure_kernels,
@@ -58,6 +59,7 @@ from lightning_topt.costs.measuring import (
     most,
     own_rank,
     time_once,
+    usable_memory_bytes,
     world_size,
 )
 from lightning_topt.costs.optimizer import UpdateTime
@@ -90,10 +92,8 @@ _NAMES = (
     *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_DIST_USE_NCCL2"),
 )
 _DRIVER = Path("/sys/module/nvidia/version")
-_NETNS_COOKIE = 71  # SO_NETNS_COOKIE, which Python has no name for
 _WITHOUT_EFFECT = ("CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS")
 Progress = Callable[[str], None]
-T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -184,12 +184,14 @@ class Measurements:
         """Return the cluster as stored, else as `calibrate` measures it now (about 2 s).
 
         With `refresh` all collectives are measured (about 4 s). What is stored is measured again
-        where one exchange now takes six times as long as it should, or a sixth.
+        where one exchange now takes six times as long as it should, or a sixth. How much memory is
+        free is always that of now.
         """
         stored = self._stored_cluster()
         if stored is not None and _links_are_as_in(stored, self.device):
             self._use(stored.busy_share)
-            return stored
+            free = min(gather(usable_memory_bytes(self.device)))
+            return replace(stored, device=replace(stored.device, memory_bytes=free))
         again = (
             ""
             if stored is None
@@ -224,12 +226,15 @@ class Measurements:
         if graph_name in self.entries or len(found) == len(names):
             return found
         self._tell(f"measuring {len(names) - len(found)} kernels (about {budget_seconds:.0f} s)")
-        measured, busy = self._watched(
+        part = WatchedPart(
             lambda: measure_kernels(
                 graph, device=self.device, budget_seconds=budget_seconds, known=found
-            )
+            ),
+            ranks=self._ranks,
         )
-        self._add({names[key]: seconds for key, seconds in measured.items()}, busy=busy, save=False)
+        measured = part()
+        new = {names[key]: seconds for key, seconds in measured.items()}
+        self._add(new, busy=part.busy_share, save=False)
         found |= measured
         if found:
             # As old as the oldest of them: what is too old some day is then measured again.
@@ -256,9 +261,7 @@ class Measurements:
         }
         if new:
             waited = most(max(each.waited or 0.0 for each in times))
-            ranks = world_size() // self.setup["num_nodes"]
-            is_cpu = self.device.type == "cpu"
-            self._add(new, busy=busy_share(waited, ranks=ranks) if is_cpu else 0.0)
+            self._add(new, busy=busy_share(waited, ranks=self._ranks))
         return {
             name: value for each, value in zip(times, seconds, strict=True) for name in each.names
         }
@@ -271,14 +274,10 @@ class Measurements:
         if own_rank() == 0 and self.directory is not None:
             save_entries(self.directory, self.setup, self.entries, merge=not self._refresh)
 
-    def _watched(self, measure: Callable[[], T]) -> tuple[T, float]:
-        # What computing ranks `measure`, and the share without a core if that is too much. An
-        # accelerator's times are its own, whoever has the cores.
-        watch = CoreWait(threads=torch.get_num_threads())
-        found = measure()
-        share = most(watch.share())
-        ranks = world_size() // self.setup["num_nodes"]
-        return found, busy_share(share, ranks=ranks) if self.device.type == "cpu" else 0.0
+    @property
+    def _ranks(self) -> int:
+        # That share the cores of a machine
+        return int(world_size() // self.setup["num_nodes"])
 
     def _use(self, busy: float) -> None:
         # Note that what is used was measured so, and tell once where the machine was busy
@@ -290,6 +289,8 @@ class Measurements:
         self.busy_share = max(self.busy_share, busy)
 
     def _add(self, values: dict[str, Any], *, busy: float, save: bool = True) -> None:
+        if self.device.type != "cpu":  # its times are its own, whoever has the cores
+            busy = 0.0
         now = time.time()
         self.entries.update({name: Entry(now, value, busy) for name, value in values.items()})
         self._use(busy)
@@ -301,14 +302,11 @@ class Measurements:
 
     def _seconds(self, name: str) -> float | None:
         entry = self.entries.get(name)
-        value = None if entry is None else entry.value
         # an entry that is no time is measured again
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        if entry is None or not (math.isfinite(value) and value > 0):
+        if entry is None or type(entry.value) not in (int, float) or not 0 < entry.value < math.inf:
             return None
         self._use(entry.busy)
-        return float(value)
+        return float(entry.value)
 
     def _stored_cluster(self) -> Cluster | None:
         entry = self.entries.get(self._name("cluster"))
@@ -325,7 +323,7 @@ class Measurements:
         complete = all(
             ("all_reduce", group.size, group.stride) in cluster.collectives for group in groups
         )
-        return cluster if complete else None  # older measurements have the group of all ranks only
+        return cluster if complete else None  # there was no room for some groups
 
     def _tell(self, line: str) -> None:
         if self._progress is not None and own_rank() == 0:
@@ -417,18 +415,11 @@ def _fp32_precisions() -> list[str]:
 
 
 def _network() -> str:
-    # The network namespace: containers on one machine have links of their own. Its number is given
-    # to another one when it ends, its cookie (Linux 5.14) never before the next boot.
-    try:
-        number = os.readlink("/proc/self/ns/net")
-    except OSError:  # no Linux
-        return ""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as any_socket:
-            cookie = any_socket.getsockopt(socket.SOL_SOCKET, _NETNS_COOKIE, 8)
-    except OSError:
-        return number
-    return f"{number} {int.from_bytes(cookie, sys.byteorder)}"
+    # The network namespace: containers on one machine have links of their own. A later one may have
+    # its number: links are looked at once in each start.
+    with contextlib.suppress(OSError):  # no Linux
+        return os.readlink("/proc/self/ns/net")
+    return ""
 
 
 def _environment() -> str:

@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +18,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.collectives import synchronize, travel_device, values_of_group
+from lightning_topt.communication.collectives import synchronize, values_of_group
+from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.communication.topology import host_group
 
 _SHORT_SECONDS, _MIN_REPEATS = 1e-4, 3
 # of a kernel on CUDA
@@ -116,6 +118,13 @@ def time_issue(call: Callable[[], Any], *, device: torch.device) -> float:
 
 
 # ---- Numbers and texts that all ranks of the default process group agree on
+#
+# They travel between hosts (`host_group`), whatever devices do, and each call says whether its rank
+# goes on: a rank that cannot, for lack of memory say, leaves no other waiting for it.
+
+
+class RemotePlanningError(RuntimeError):
+    """Planning failed on another rank, whose message this is."""
 
 
 def world_size() -> int:
@@ -134,16 +143,25 @@ def device_memory_bytes(device: torch.device) -> int:
 
 
 def usable_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that every rank may use. Collective.
+    """Return the bytes that this rank may use.
 
-    Of devices the least that is free or that torch keeps already: not what CUDA, NCCL and other
-    programs hold.
+    Of a device what is free or what torch keeps already: not what CUDA, NCCL and other programs
+    hold.
     """
-    if device.type == "cuda":
-        own = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    else:
-        own = device_memory_bytes(device)
-    return min(gather(own))
+    if device.type != "cuda":
+        return device_memory_bytes(device)
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def free_memory_bytes(device: torch.device) -> float:
+    """Return the bytes that are free on each rank's device; infinite on CPUs. Collective.
+
+    What torch keeps and nobody uses is given back first.
+    """
+    if device.type != "cuda":
+        return math.inf
+    torch.cuda.empty_cache()
+    return min(gather(torch.cuda.mem_get_info(device)[0]))
 
 
 def own_rank() -> int:
@@ -153,29 +171,27 @@ def own_rank() -> int:
 
 def average(values: Sequence[float]) -> list[float]:
     """Return the mean over ranks, bit for bit the same on all of them. Collective."""
-    if world_size() == 1 or not values:
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64, device=travel_device())
-    dist.all_reduce(tensor)
-    dist.broadcast(tensor, 0)  # an all_reduce need not give all ranks the same last bit
-    return [float(value) / world_size() for value in tensor.tolist()]
+    return [sum(each) / len(each) for each in zip(*gather(values), strict=True)]
 
 
 def most(value: float) -> float:
     """Return the largest of the ranks' values, 0 in the place of NaN. Collective."""
-    value = 0.0 if math.isnan(value) else value
-    if world_size() == 1:
-        return value
-    tensor = torch.tensor([value], dtype=torch.float64, device=travel_device())
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return float(tensor)
+    return max(gather(0.0 if math.isnan(value) else value))
 
 
-def gather(value: T) -> list[T]:
-    """Return every rank's `value`, which must pickle, in rank order. Collective."""
+def gather(value: T, *, problem: str | None = None) -> list[T]:
+    """Return every rank's `value`, which must pickle, in rank order. Collective.
+
+    Raises RemotePlanningError where another rank has a `problem`, with which it leaves what all
+    were doing.
+    """
     if world_size() == 1:
         return [value]
-    return values_of_group(value)
+    everyone = values_of_group((value, problem), host_group())
+    for rank, (_, theirs) in enumerate(everyone):
+        if theirs is not None and rank != own_rank():
+            raise RemotePlanningError(f"planning failed on rank {rank}: {theirs}")
+    return [theirs for theirs, _ in everyone]
 
 
 def from_rank_0(value: T) -> T:
@@ -183,8 +199,34 @@ def from_rank_0(value: T) -> T:
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, 0)
+    dist.broadcast_object_list(box, 0, group=host_group())
     return box[0]
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """Run `function` on every rank; when one fails, all raise.
+
+    A collective call, and `function` may hold some: ranks that are left in one of these learn there
+    of the failure.
+    """
+    try:
+        result = function()
+    except RemotePlanningError:  # everyone knows
+        raise
+    except Exception as error:
+        if not is_of_collective(error):  # a rank is gone: the next call would wait for it again
+            with suppress(RemotePlanningError):
+                gather(None, problem=f"{type(error).__name__}: {error}")
+        raise
+    gather(None)
+    return result
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """Run `function` on rank 0; every rank gets its result, or an error. A collective call."""
+    own: Callable[[], Any] = function if own_rank() == 0 else lambda: None
+    result: T = from_rank_0(on_every_rank(own))
+    return result
 
 
 # ---- Generators and modes of the whole process

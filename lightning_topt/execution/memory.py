@@ -51,13 +51,9 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._base_bytes: int | None = None
+        # at the last `mark_base`; None before it, or where the platform cannot say
+        self.base_bytes: int | None = None
         self._was_reset = False
-
-    @property
-    def base_bytes(self) -> int | None:
-        """Bytes at the last `mark_base`; None before it, or where the platform cannot say."""
-        return self._base_bytes
 
     def mark_base(
         self,
@@ -76,7 +72,7 @@ class MemoryMeter:
         current = _current_bytes(self.device)
         if current is not None and module is not None:
             current -= _training_bytes(module, optimizers, self.device) + other_bytes
-        self._base_bytes = current
+        self.base_bytes = current
 
     def reset_peak(self) -> None:
         """Forget earlier peaks."""
@@ -85,9 +81,9 @@ class MemoryMeter:
     def peak_bytes(self) -> int | None:
         """Return the highest use since `reset_peak`, less the base; None: it is not known."""
         peak = _peak_bytes(self.device)
-        if peak is None or self._base_bytes is None or not self._was_reset:
+        if peak is None or self.base_bytes is None or not self._was_reset:
             return None
-        return max(peak - self._base_bytes, 0)
+        return max(peak - self.base_bytes, 0)
 
 
 def release_free_memory() -> None:

@@ -47,7 +47,7 @@ from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.plan_request import (
     Allow,
     AllowStaleness,
-    check_agreement,
+    needs_plan,
     read_request,
 )
 from lightning_topt.plugins.plan_run import PlanRun, run_options
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from lightning_topt.communication.local_sgd import OuterSteps
     from lightning_topt.plugins.elastic import ElasticRun
     from lightning_topt.plugins.searched_plan import Planning
+
+
+_WAY_OUT = "AutoParallelStrategy(memory_limit=...) searches a plan that needs less memory."
 
 
 class AutoParallelStrategy(DataParallelHooks):
@@ -133,16 +136,16 @@ class AutoParallelStrategy(DataParallelHooks):
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
             its buckets; ``gradient_as_bucket_view=False`` forbids that.
 
-    A model whose parameters, gradients and two moments cannot fit on a device is planned as if its
-    memory were the limit. After an exception a module that ran sharded keeps its parameters in
-    shards; load a checkpoint into a new one. Manual optimization runs under ``ddp`` and ``zero1``;
-    it refuses a search and other plans. Attributes, once a plan is decided: `parallel_plan`,
-    `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is ``ddp``), `planning_seconds`,
-    and on rank 0 `planning` (the frontier) when there was a search. Raises ValueError for wrong
-    options. Where `memory_limit`, ``objective="memory"`` or `plan` was given, rank 0 raises
-    `NoPlanFitsError` when no plan meets the limit, and `CaptureError` when the module cannot be
-    captured; the others raise `RemotePlanningError` with its message. Without any of them DDP goes
-    on, with a warning.
+    A model whose parameters, gradients, buckets of DDP and two moments exceed what a rank may use
+    is planned as if that were the limit, which a message says. After an exception a module that ran
+    sharded keeps its parameters in shards; load a checkpoint into a new one. Manual optimization
+    runs under ``ddp`` and ``zero1``; it refuses a search and other plans. Attributes, once a plan
+    is decided: `parallel_plan`, `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is
+    ``ddp``), `planning_seconds`, and on rank 0 `planning` (the frontier) when there was a search.
+    Raises ValueError for wrong options. Rank 0 raises `NoPlanFitsError` when no plan meets the
+    limit, and `CaptureError` when the module cannot be captured; the others raise
+    `RemotePlanningError` with its message. Where neither `memory_limit`, ``objective="memory"`` nor
+    `plan` was given, what cannot be captured goes on under DDP, with a warning.
     """
 
     def __init__(
@@ -264,18 +267,11 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        module, device, request = self.lightning_module, self.root_device, self.request
         self._is_asked = False  # evaluations are those of ddp
         if trainer.state.fn == TrainerFn.FITTING:
-            # Asking is consent; and what cannot fit under DDP needs a plan.
-            self._is_asked = not request.asks_nothing or (
-                module.automatic_optimization and not request.fits_as_ddp(module, device)
-            )
             # A new fit: nothing of the last one is left.
             self._failed, self._updates = False, None
-            request.check_local_steps()
-            check_agreement(request, module)
+            self.request.check_local_steps()
             self._run.begin_fit()
             self._checkpoints.begin_fit()
         self._guard.open(None)
@@ -283,6 +279,11 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @override
     def model_to_device(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        # Asking is consent; and what cannot fit under DDP, in the dtypes of the fit, needs a plan.
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._is_asked = needs_plan(self.request, module, self.root_device)
         # Under a plan each tensor gets there once it is in shards.
         if not self._is_asked:
             super().model_to_device()
@@ -317,6 +318,8 @@ class AutoParallelStrategy(DataParallelHooks):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if isinstance(exception, torch.OutOfMemoryError) and not self._is_asked:
+            exception.args = (f"{exception}\n{_WAY_OUT}",)
         explain_shards(exception)
         self._guard.close(alone=True)
         self.rank_watch.name(exception)

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -26,7 +25,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
-from lightning_topt.communication.topology import destroy_groups
+from lightning_topt.communication.collectives import largest_of_ranks, values_if_different
+from lightning_topt.communication.topology import host_group
 
 _NOTHING = object()
 _UNKNOWN = float("inf")
@@ -64,8 +64,6 @@ class EqualBatches:
             check_choice(uneven, name="uneven", allowed=("stop",))
         self._uneven, self._gathers = uneven, gathers
         self._lent = ExitStack()
-        # once ranks vote: the group of this fit on the host, None where the run's own is there
-        self._groups: list[dist.ProcessGroup | None] = []
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Take the loops of `trainer` in hand, before their data are set up."""
@@ -74,7 +72,7 @@ class EqualBatches:
             return
         if trainer.state.fn == TrainerFn.FITTING and self._uneven is not None:
             self._lent.enter_context(
-                lent(trainer.fit_loop, "setup_data", lambda own: self._set_up(own, trainer))
+                lent(trainer.fit_loop, "setup_data", lambda own: _set_up_training(own, trainer))
             )
         loops: list[Any] = [
             trainer.fit_loop.epoch_loop.val_loop,
@@ -90,8 +88,6 @@ class EqualBatches:
     def end(self) -> None:
         """Give the loops back."""
         self._lent.close()
-        destroy_groups([group for group in self._groups if group is not None])
-        self._groups.clear()
 
     def _reset(self, own: Callable[[], None], loop: Any) -> None:
         # Begin an evaluation, whose steps are collective calls if parameters are in shards
@@ -100,66 +96,47 @@ class EqualBatches:
         assert self._gathers is not None
         if not self._gathers() or not isinstance(fetcher, _PrefetchDataFetcher):
             return
-        counts = _counts_of_ranks(fetcher, loop._combined_loader, loop.trainer)
+        counts = _counts_of_ranks(fetcher, loop._combined_loader)
         if _UNKNOWN in counts:
-            self._let_agree(fetcher, loop.trainer, may_stop=False)
+            _let_agree(fetcher, may_stop=False)
         elif min(counts) < max(counts):
             raise ValueError(_uneven_evaluation())
 
-    def _set_up(self, own: Callable[[], None], trainer: pl.Trainer) -> None:
-        # Set the training data up, and let all ranks have as many batches as the one with fewest
-        loop: Any = trainer.fit_loop
-        before = loop._data_fetcher
-        own()
-        fetcher = loop._data_fetcher
-        if fetcher is before or not isinstance(fetcher, _PrefetchDataFetcher):
-            return  # nothing is new, or the user's step takes batches by itself
-        counts = _counts_of_ranks(fetcher, loop._combined_loader, trainer)
-        least = min(counts)
-        if least == max(counts) != _UNKNOWN:
-            return
-        self._let_agree(fetcher, trainer, may_stop=True)
-        if _UNKNOWN not in counts:
-            rank_zero_warn(
-                f"topt: ranks have {', '.join(f'{count:.0f}' for count in counts)} training "
-                "batches: an epoch ends with the first of them"
-            )
-            loop.max_batches = int(least)
-            # Lightning has set the share of an epoch by the batches of this rank.
-            interval = getattr(trainer, "val_check_interval", None)
-            if isinstance(interval, float):
-                trainer.val_check_batch = max(1, int(least * interval))
 
-    def _let_agree(self, fetcher: Any, trainer: pl.Trainer, *, may_stop: bool) -> None:
-        # Let ranks vote at each batch, on the host. A collective call.
-        strategy: Any = trainer.strategy
-        if not self._groups:
-            group = None
-            if strategy.root_device.type != "cpu":
-                with suppress(RuntimeError):  # no network interface of the host
-                    group = dist.new_group(backend="gloo", timeout=strategy._timeout)
-                if not strategy.reduce_boolean_decision(group is not None):
-                    return
-            self._groups.append(group)
-        fetcher.__class__ = VotingFetcher  # loops hold the object itself
-        fetcher.group, fetcher.may_stop = self._groups[0], may_stop
+def _set_up_training(own: Callable[[], None], trainer: pl.Trainer) -> None:
+    # Set the training data up, and let all ranks have as many batches as the one with fewest
+    loop: Any = trainer.fit_loop
+    before = loop._data_fetcher
+    own()
+    fetcher = loop._data_fetcher
+    if fetcher is before or not isinstance(fetcher, _PrefetchDataFetcher):
+        return  # nothing is new, or the user's step takes batches by itself
+    counts = _counts_of_ranks(fetcher, loop._combined_loader)
+    least = min(counts)
+    if least == max(counts) != _UNKNOWN:
+        return
+    _let_agree(fetcher, may_stop=True)
+    if _UNKNOWN not in counts:
+        rank_zero_warn(
+            f"topt: ranks have {', '.join(f'{count:.0f}' for count in counts)} training batches: "
+            "an epoch ends with the first of them"
+        )
+        loop.max_batches = int(least)
+        # Lightning has set the share of an epoch by the batches of this rank.
+        interval = getattr(trainer, "val_check_interval", None)
+        if isinstance(interval, float):
+            trainer.val_check_batch = max(1, int(least * interval))
 
 
-def _counts_of_ranks(fetcher: Any, combined: Any, trainer: pl.Trainer) -> list[float]:
-    # The number of batches of each rank; infinite for streams. A collective call.
-    # A limit, or the length of a stream, is none: its data may end before.
+def _counts_of_ranks(fetcher: Any, combined: Any) -> list[float]:
+    # The number of batches of each rank, or that of all. A collective call.
+    # A limit, or the length of a stream, is none (infinite): data may end before.
     is_known = all(
         sized_len(loader) is not None and not has_iterable_dataset(loader)
         for loader in combined.flattened
     )
-    own = torch.tensor(
-        float(fetcher.length) if is_known else _UNKNOWN,
-        dtype=torch.float64,
-        device=trainer.strategy.root_device,
-    )
-    counts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, own)
-    return [float(count) for count in counts]
+    own = float(fetcher.length) if is_known else _UNKNOWN
+    return values_if_different(own) or [own]
 
 
 # ---- fetchers of Lightning's loops ---------------------------------------------------------------
@@ -177,15 +154,20 @@ class VotingFetcher(_PrefetchDataFetcher):
         with suppress(StopIteration):
             batches.append(super().__next__())
         said = (_LAST_BATCH if self.done else _MORE_BATCHES) if batches else _NO_BATCH
-        votes = torch.tensor([said, -said], dtype=torch.int32)
-        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
-        least, most = int(votes[0]), -int(votes[1])
+        most, least = largest_of_ranks(said, -said, group=self.group)
+        least = -least
         if least < most and not self.may_stop:
             raise ValueError(_uneven_evaluation())
         self.done = least < _MORE_BATCHES
         if least == _NO_BATCH:
             raise StopIteration
         return batches[0]
+
+
+def _let_agree(fetcher: Any, *, may_stop: bool) -> None:
+    # Let ranks vote at each batch, on the host where they can. A collective call.
+    fetcher.__class__ = VotingFetcher  # loops hold the object itself
+    fetcher.group, fetcher.may_stop = host_group(), may_stop
 
 
 def _uneven_evaluation() -> str:

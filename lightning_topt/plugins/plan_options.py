@@ -60,11 +60,6 @@ class UniformPlan:
     preset: Preset
     recompute: bool = False
 
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether no rank holds whole gradients."""
-        return self.preset.level >= 2
-
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
         """Return the mesh: one data axis, or nodes times the ranks of a node.
 
@@ -125,11 +120,8 @@ class MeshPlan:
         )
 
     def _axes(self, world_size: int) -> tuple[Axis, ...]:
-        try:
-            axes: tuple[Axis, ...] = _layouts().layout_axes(self.preset, world_size)
-            return axes
-        except ValueError as error:
-            raise PlanError(str(error)) from error
+        axes: tuple[Axis, ...] = _layouts().layout_axes(self.preset, world_size)
+        return axes
 
 
 @dataclass(frozen=True)
@@ -277,10 +269,7 @@ def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
             f"{', '.join(known)}"
         )
     if tensor := [name for name in sizes if name in TENSOR_AXES]:
-        try:
-            _layouts().layout_named_by(tensor)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
+        _layouts().layout_named_by(tensor)
     for name, size in sizes.items():
         check_whole(size, name=f"the size of axis {name!r}")
     found = tuple(sizes.items())

@@ -7,8 +7,8 @@
                                                      optimizers where a clock says that it pays
                                                      (`shared_updates`)
     anything else, or a model whose parameters,      the plan is made when the fit is set up, and
-    gradients and optimizer state cannot fit         applied before optimizers are
-    under DDP                                        (`AutoParallelStrategy.configure_ddp`)
+    gradients, buckets and optimizer state cannot    applied before optimizers are
+    fit under DDP (`needs_plan`)                     (`AutoParallelStrategy.configure_ddp`)
 
 Plans that are searched, have stages, or are given by name for blocks, need a traced step
 (`needs_batch`).
@@ -40,7 +40,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt import communication
-from lightning_topt.communication.collectives import values_of_group
+from lightning_topt.communication.collectives import check_equal_on_ranks
 from lightning_topt.communication.exchange_method import (
     GRADIENT_DTYPES,
     ByNodes,
@@ -53,7 +53,7 @@ from lightning_topt.communication.exchange_method import (
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.accuracy import LEVEL, USUAL_MARGIN, share_at
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.measuring import device_memory_bytes, usable_memory_bytes
+from lightning_topt.costs.measuring import usable_memory_bytes
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.plan.choose import TIME_TO_LOSS
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
@@ -221,7 +221,7 @@ class PlanRequest:
     def is_by_block(self) -> bool:
         """Whether the plan was given by name and depends on which blocks there are."""
         return isinstance(self.plan, UniformPlan) and (
-            self.plan.shards_gradients or self.plan.recompute
+            self.plan.preset.level >= 2 or self.plan.recompute
         )
 
     @property
@@ -232,14 +232,14 @@ class PlanRequest:
             return given.schedule is not None or given.brings_batches
         return given is None or self.is_by_block or isinstance(given, MeshPlan | PipelinePlan)
 
-    def fits_as_ddp(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Return whether parameters, gradients and two moments of each fit on `device`. Collective.
+    def bytes_under_ddp(self, module: nn.Module) -> int:
+        """Return the bytes of parameters and, of those that train, what DDP and Adam keep beside.
 
-        Buckets of DDP and activations come on top: where they are too much a step says so.
+        That is a gradient, its place in a bucket, and two moments. Activations come on top.
         """
-        needed = 4 * sum(parameter.nbytes for parameter in module.parameters())
-        usable = device_memory_bytes if device.type == "cpu" else usable_memory_bytes
-        return needed <= usable(device)
+        parameters = [*module.parameters()]
+        trained = sum(p.nbytes for p in parameters if p.requires_grad)
+        return sum(p.nbytes for p in parameters) + (3 + (not self.gradients_are_views)) * trained
 
 
 def read_request(
@@ -291,38 +291,38 @@ def read_request(
     )
 
 
-def check_agreement(request: PlanRequest, module: nn.Module) -> None:
-    """Raise RuntimeError on every rank when ranks differ.
+def needs_plan(request: PlanRequest, module: pl.LightningModule, device: torch.device) -> bool:
+    """Return whether this fit needs a plan: it was asked for, or `module` does not fit under DDP.
 
-    Versions, options and the model are compared. A collective call.
+    Raises ValueError on every rank where versions, options or the model differ. A collective call,
+    before the module gets to `device`.
     """
+    needed = request.bytes_under_ddp(module)
     # What must be equal: else plans, or shapes of exchanged tensors, differ.
     mine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "options of the strategy": repr(request),
-        "parameters of the model": [
-            (name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()
-        ],
     }
-    everyone = values_of_group(mine)
-    for rank, other in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if other[name] != value:
-                first, second = _first_difference(value, other[name])
-                raise RuntimeError(
-                    f"rank 0 and rank {rank} differ in {name}: {first} against {second}"
-                )
-
-
-def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
-    if not isinstance(one, list):
-        return one, two
-    for a, b in zip(one, two, strict=False):
-        if a != b:
-            return a, b
-    return f"{len(one)} entries", f"{len(two)} entries"
+    for name, parameter in module.named_parameters():
+        mine[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}"
+    more = [needed > usable_memory_bytes(device)]
+    (is_full,) = check_equal_on_ranks(mine, of="set-up", more=more)
+    if not (request.asks_nothing and is_full):
+        return not request.asks_nothing
+    text = (
+        "topt: parameters, gradients, DDP's buckets and two moments of Adam take "
+        f"{needed / 2**30:.2f} GiB, which is more than a rank may use"
+    )
+    if module.automatic_optimization:
+        rank_zero_info(f"{text}: a plan is searched, as strategy='topt_full' does")
+    else:
+        rank_zero_warn(
+            f"{text}: memory may run out. Manual optimization runs under ddp and plan='zero1', "
+            "which shares the moments"
+        )
+    return module.automatic_optimization
 
 
 def _is_fixed(plan: GivenPlan | None) -> bool:

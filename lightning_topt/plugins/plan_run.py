@@ -50,7 +50,7 @@ from lightning_topt.plugins.equal_batches import lent
 from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import StepMonitor, add_monitor
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
-from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan
+from lightning_topt.plugins.plan_options import MeshPlan, PipelinePlan
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner, clip_sharded
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
@@ -119,9 +119,9 @@ class PlanRun:
         self.seconds = perf_counter() - start
         return self.plan
 
-    def decide_by_clock(self, plan: ParallelPlan, seconds: float) -> None:
-        """Know the plan that a clock has decided, which took `seconds`."""
-        self.plan, self.planned_by, self.seconds = plan, "clock", seconds
+    def know(self, plan: ParallelPlan, planned_by: str, seconds: float) -> None:
+        """Know a plan that was decided elsewhere, in `seconds`."""
+        self.plan, self.planned_by, self.seconds = plan, planned_by, seconds
 
     @property
     def decided(self) -> Mapping[str, Any]:
@@ -238,8 +238,14 @@ class PlanRun:
         trainer = None if module is None else module.trainer
         if self.engine is None and trainer is not None and trainer.state.fn != TrainerFn.FITTING:
             return None
-        given = self.plan or self.request.plan
-        return shared_mesh(given, world_size=strategy.world_size, num_nodes=strategy.num_nodes)
+        plan = self.plan or self.request.plan
+        if isinstance(plan, MeshPlan | PipelinePlan):  # which is known before there is an engine
+            mesh = plan.mesh(strategy.world_size, num_nodes=strategy.num_nodes)
+        elif isinstance(plan, ParallelPlan) and not plan.brings_batches:
+            mesh = plan.mesh
+        else:
+            return None
+        return mesh if mesh.tensor_axes or mesh.pipeline_axes else None
 
     def module_state(self, without_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the module, in the form of checkpoints."""
@@ -441,22 +447,6 @@ def run_options(strategy: DDPStrategy) -> RunOptions:
 #
 # Ranks along tensor axes, and those that run the stages of one pipeline, get the same samples and
 # count once in averages. Where each of them brings its own samples, as under ddp, all ranks count.
-
-
-def shared_mesh(
-    plan: ParallelPlan | GivenPlan | None, *, world_size: int, num_nodes: int
-) -> Mesh | None:
-    """Return the mesh whose data ranks have samples of their own; None where every rank has.
-
-    Known as soon as the plan is given, before there is an engine.
-    """
-    if isinstance(plan, MeshPlan | PipelinePlan):
-        mesh = plan.mesh(world_size, num_nodes=num_nodes)
-    elif isinstance(plan, ParallelPlan) and not plan.brings_batches:
-        mesh = plan.mesh
-    else:
-        return None
-    return mesh if mesh.tensor_axes or mesh.pipeline_axes else None
 
 
 class DataGroup:

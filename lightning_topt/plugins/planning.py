@@ -37,15 +37,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker
 
 from lightning_topt.basics.forked_call import ForkedCall, ForkedTalk, Said
-from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.measuring import on_every_rank, on_rank_0
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
 from lightning_topt.graph.blocks import block_of, choose_blocks
 from lightning_topt.graph.errors import CaptureError, one_line, with_user_lines
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
+from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import (
     BlockPlan,
@@ -95,6 +96,7 @@ from lightning_topt.plugins.searched_plan import (
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 
+_NOTHING_FITS = f"{NoPlanFitsError.__name__}: "
 _EAGER = "Predicted as eager: the module is compiled, and what runs inside is not seen."
 _PATIENCE_SECONDS = 300.0  # with a step that is traced, and a search, between two questions
 _READ_SECONDS = 20.0  # for a batch
@@ -162,8 +164,9 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     try:
         decision = _traced(request, trainer)
     except Exception as error:
-        # A lost rank is no reason to go on as DDP: nobody would answer.
-        if request.must_be_planned or is_of_collective(error):
+        # A lost rank is no reason to go on as DDP: nobody would answer. Nor is that nothing fits.
+        said = f"{type(error).__name__}: {error}"  # of another rank it has the same words
+        if request.must_be_planned or is_of_collective(error) or _NOTHING_FITS in said:
             raise
         reason = one_line(error)
         rank_zero_warn(
@@ -524,9 +527,7 @@ def _search_stages(
         again = [_recomputed(point, search) for point in frontier.candidates]
         frontier = replace(frontier, points=tuple(again), uniform=())
         say_what_stays(graph)
-    plan = choose_for(
-        request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
-    ).plan
+    plan = choose_for(request, frontier, search, trainer).plan
     _check_features(plan, request, trainer, step)
     return plan
 
@@ -612,49 +613,6 @@ def choose_microbatches(samples: int, ranks: int) -> int:
     # Even parts have equal shapes, and no stage waits for a larger one.
     even = [count for count in multiples if samples % count == 0]
     return (even or multiples or [samples])[0]
-
-
-# ---- several ranks -------------------------------------------------------------------------------
-
-
-class RemotePlanningError(RuntimeError):
-    """Planning failed on another rank, whose message this is."""
-
-
-def on_rank_0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0; every rank gets its result, or an error. A collective call."""
-    box: list[Any] = [on_every_rank(function if dist.get_rank() == 0 else _nothing)]
-    dist.broadcast_object_list(box, 0)
-    result: T = box[0]
-    return result
-
-
-def on_every_rank(function: Callable[[], T]) -> T:
-    """Run `function` on every rank; when one fails, all raise.
-
-    A collective call, and `function` may hold some.
-    """
-    result: Any = None
-    error: Exception | None = None
-    try:
-        result = function()
-    except Exception as caught:
-        if is_of_collective(caught):
-            raise  # a rank is gone: the next collective call would wait for it again
-        error = caught
-    # Everyone learns of all errors before anyone raises.
-    problems = values_of_group(error and f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise RemotePlanningError(f"planning failed on rank {rank}: {problem}")
-    own: T = result
-    return own
-
-
-def _nothing() -> Any:
-    return None
 
 
 # ---- example batches -----------------------------------------------------------------------------

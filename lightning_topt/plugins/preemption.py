@@ -8,8 +8,7 @@ strategy begins and ends it with a fit's training.
 
 When training has ended well, ranks exchange their notes once more and wait for them: a signal in
 the last batches or the last validation ends the fit too, before ``on_train_end`` as under
-Lightning. The group of the exchange then goes. After an error it stays until the process ends:
-others may still wait in it, and are to learn first who failed (`communication.rank_watch`).
+Lightning.
 
 A fit of one rank ends before a batch is read (`before_fetch`). SIGTERM is handled, and under SLURM
 the signal for which Lightning queues the job again (SIGUSR1).
@@ -32,9 +31,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.constants import default_pg_timeout
 
-from lightning_topt.communication.topology import destroy_groups
+from lightning_topt.communication.topology import host_group
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +70,12 @@ class Preemption:
         self._note.zero_()
         self._agreed.zero_()
         self._note[_TERM] = int(trainer.received_sigterm)  # since the fit began
-        if trainer.world_size > 1 and not self._make_group(trainer):
-            self._trainer = None
-            return
+        if trainer.world_size > 1:
+            # notes travel between hosts, whatever gradients do; else signals stay Lightning's
+            self._group = host_group()
+            if self._group is None:
+                self._trainer = None
+                return
         loop = trainer.fit_loop
         loop.epoch_loop._broadcast_sigterm_tensor = self.exchange  # type: ignore[method-assign]
         loop.on_run_end = self._end_training  # type: ignore[method-assign]
@@ -86,16 +87,6 @@ class Preemption:
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             assert environment.requeue_signal is not None
             self._handle(environment.requeue_signal, _REQUEUE)
-
-    def _make_group(self, trainer: pl.Trainer) -> bool:
-        # Make a group on which notes travel between hosts, whatever gradients do.
-        # False on all ranks where one cannot: signals stay Lightning's then
-        timeout = trainer.strategy._timeout or default_pg_timeout  # type: ignore[attr-defined]
-        try:
-            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="preemption")
-        except RuntimeError as error:  # no network interface, most often
-            log.warning("signals do not end all ranks together: %s", error)
-        return trainer.strategy.reduce_boolean_decision(self._group is not None)
 
     def end(self) -> None:
         """Leave signals to Lightning."""
@@ -181,9 +172,6 @@ class Preemption:
         self._receive()
         if bool(self._agreed.any()):
             self._stop(trainer)
-        if self._group is not None:
-            destroy_groups([self._group], meets=True)
-            self._group = None
         type(trainer.fit_loop).on_run_end(trainer.fit_loop)
 
     def _stop(self, trainer: pl.Trainer) -> None:

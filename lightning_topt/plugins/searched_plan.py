@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
+from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.pipeline.stage_layout import written_buffers
 from lightning_topt.execution.pipeline.step_flows import StepFlows
@@ -328,9 +328,7 @@ def search_mesh(
     if given.preset:
         chosen = _preset_of(given, frontier)
     else:
-        chosen = choose_for(
-            request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
-        )
+        chosen = choose_for(request, frontier, search, trainer)
     if given.recompute:
         say_what_stays(graph)
     return Planning(frontier, chosen, graph)
@@ -390,9 +388,7 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
     )
     frontier = in_view(request, frontier, search, trainer)
     try:
-        chosen = choose_for(
-            request, frontier, search.cluster, trainer=trainer, optimizer=search.optimizer
-        )
+        chosen = choose_for(request, frontier, search, trainer)
     except NoPlanFitsError as error:
         whys = {
             "Parameters were not split over tensor axes": no_tensor_axes,
@@ -452,7 +448,9 @@ def _add_stages(
     by_parameter = search.optimizer.by_parameter
     if by_parameter and limit is not None and least_own_batch_seconds(search) >= limit:
         return _why_computation(request, search)
-    if reason := why_left_out(step.fit(request), search):
+    if not by_parameter:
+        return "the optimizer does not update each parameter by itself"
+    if reason := why_not(step.fit(request), SEARCHED_STAGES, SHARDED, OWN_BATCHES):
         return reason
     # A plan is kept where no other is better in time and memory; or, whatever memory the others
     # take, where it is faster by so much that it is chosen.
@@ -466,9 +464,7 @@ def _add_stages(
             return "no plan with stages is better"
     every = together([*frontiers, frontier])
     try:
-        plan = choose_for(
-            request, every, search.cluster, trainer=trainer, optimizer=search.optimizer
-        ).plan
+        plan = choose_for(request, every, search, trainer).plan
     except NoPlanFitsError:  # the error will name the smallest
         plan = min(every.candidates, key=lambda point: point.peak_bytes).plan
     if not plan.own_batches:
@@ -477,16 +473,6 @@ def _add_stages(
         return reason
     frontiers.append(frontier)
     return None
-
-
-def why_left_out(fit: Fit, search: SearchRequest) -> str | None:
-    """Return why ranks with a batch each cannot run in stages, as a clause.
-
-    That is what can be seen before a search.
-    """
-    if not search.optimizer.by_parameter:
-        return "the optimizer does not update each parameter by itself"
-    return why_not(fit, SEARCHED_STAGES, SHARDED, OWN_BATCHES)
 
 
 def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | None:
@@ -524,14 +510,16 @@ def _fastest(
     request: PlanRequest, search: SearchRequest, frontiers: Iterable[PlanFrontier]
 ) -> float | None:
     # The least seconds of plans that fit; None where none does
-    # Without a limit, the memory of the device.
-    limit = (
-        search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
-    )
     points = (point for frontier in frontiers for point in frontier.candidates)
     margin = request.margin_on(search.cluster)
-    fitting = fitting_points(points, memory_limit=limit, memory_margin=margin)
+    fitting = fitting_points(points, memory_limit=_limit(request, search), memory_margin=margin)
     return min((point.step_seconds for point in fitting), default=None)
+
+
+def _limit(request: PlanRequest, search: SearchRequest) -> float:
+    # Without one, the memory of the device
+    given = request.memory_limit
+    return search.cluster.device.memory_bytes if given is None else given
 
 
 def _why_computation(request: PlanRequest, search: SearchRequest) -> str:
@@ -575,47 +563,32 @@ def in_view(
 ) -> PlanFrontier:
     """Return `frontier` with intervals, over what `request` asks for."""
     frontier = with_intervals(frontier, search.cluster, search.graph, level=request.confidence)
-    return by_objective(request, frontier, trainer=trainer, optimizer=search.optimizer)
+    if request.objective != TIME_TO_LOSS:
+        return frontier
+    training = step_factors.Training(search.optimizer.name, steps_of_fit(trainer))
+    return step_factors.by_loss(frontier, training, table=step_table_of(trainer))
 
 
 def choose_for(
     request: PlanRequest,
     frontier: PlanFrontier,
-    cluster: Cluster,
-    *,
+    search: SearchRequest,
     trainer: pl.Trainer,
-    optimizer: OptimizerProfile,
 ) -> PlanPoint:
-    """Return the point of `frontier` that meets `request`.
+    """Return the point of `frontier`, which `search` has found, that meets `request`.
 
-    `trainer` and `optimizer` say what trains, for the objective ``"time_to_loss"``. No limit means
-    the memory of a device. Raises NoPlanFitsError.
+    No limit means the memory of a device. Raises NoPlanFitsError.
     """
-    limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     options: dict[str, Any] = {
-        "memory_limit": limit,
-        "memory_margin": request.margin_on(cluster),
-        "difference": request.difference_on(cluster),
+        "memory_limit": _limit(request, search),
+        "memory_margin": request.margin_on(search.cluster),
+        "difference": request.difference_on(search.cluster),
     }
     if request.objective == TIME_TO_LOSS:
-        training = step_factors.Training(optimizer.name, steps_of_fit(trainer))
+        training = step_factors.Training(search.optimizer.name, steps_of_fit(trainer))
         table = step_table_of(trainer)
         return step_factors.choose_by_loss(frontier, training, table=table, **options)
     return choose(frontier.candidates, objective=request.objective, **options)
-
-
-def by_objective(
-    request: PlanRequest,
-    frontier: PlanFrontier,
-    *,
-    trainer: pl.Trainer,
-    optimizer: OptimizerProfile,
-) -> PlanFrontier:
-    """Return the frontier over what `request` asks for: of time to a loss, or as it is."""
-    if request.objective != TIME_TO_LOSS:
-        return frontier
-    training = step_factors.Training(optimizer.name, steps_of_fit(trainer))
-    return step_factors.by_loss(frontier, training, table=step_table_of(trainer))
 
 
 def search_for(

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_topt.communication.collectives import values_of_group
+from lightning_topt.communication.collectives import values_if_different
 from lightning_topt.communication.exchange_method import equal_parameters
 from lightning_topt.communication.rank_watch import within_limit
 from lightning_topt.costs.measuring import device_memory_bytes
@@ -161,7 +161,9 @@ class SharedUpdates:
             PRESETS["zero1" if is_shared else "ddp"], mesh=data_mesh(self._strategy.world_size)
         )
         plan = dataclasses.replace(plan, reason=f"{reason}.")
-        self._controller.decide_by_clock(plan, perf_counter() - self._began)
+        clocked = any(step.is_settled for step in self.steps)
+        planned_by = "clock" if clocked else f"ddp: {reason}"
+        self._controller.know(plan, planned_by, perf_counter() - self._began)
         if self._strategy.world_size > 1:
             how = "share already" if is_shared else f"do not share: {reason}"
             self.clock = PhaseClock(
@@ -320,7 +322,7 @@ def difference_of_optimizers(
     their order.
     """
     # As texts, so that all ranks find the same first difference.
-    everyone = values_of_group(_describe(optimizers, names), group)
+    everyone = values_if_different(_describe(optimizers, names), group)
     for rank, theirs in enumerate(everyone):
         for own, first in itertools.zip_longest(theirs, everyone[0], fillvalue="nothing"):
             if own != first:

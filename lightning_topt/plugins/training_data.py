@@ -29,7 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_topt.communication.collectives import values_of_group
+from lightning_topt.communication.collectives import values_if_different
 from lightning_topt.data.resumable_loader import (
     TrackedLoader,
     make_tracked,
@@ -196,9 +196,9 @@ class TrainingData:
         """
         if trainer.state.fn != TrainerFn.FITTING or not dist.is_initialized():
             return
-        found = values_of_group((self._reached, str(trainer.ckpt_path)))
-        first, path = found[0]
+        found = values_if_different((self._reached, str(trainer.ckpt_path)))
         for rank, (reached, own) in enumerate(found):
+            first, path = found[0]
             if reached != first:
                 words = [
                     "no checkpoint"

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 from lightning_topt.communication import GradientMethod, LocalMethod, OuterSteps, topology
+from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.exchange_method import method_classes
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.topology import Topology, abort_groups, make_groups
+from lightning_topt.communication.topology import Topology, abort_groups, host_group, make_groups
 from tests.launch import run_ranks
 
 GRADIENT_METHODS = {n: k for n, k in method_classes().items() if issubclass(k, GradientMethod)}
@@ -176,3 +177,23 @@ def test_groups_end_together_and_in_no_place_of_the_error(monkeypatch: pytest.Mo
     assert last.begun.is_set() and late.begun.is_set() and not gloo.begun.is_set()
     assert sorted(text[:18] for text in logged) == ["1 process groups h", "a process group co"]
     late.others[0].begun.set()
+
+
+def hosts(rank: int) -> tuple[bool, bool, list[int], list[Any]]:
+    own = host_group() is dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "backend_of", lambda *_: "")  # as of NCCL
+        made = host_group()
+        is_kept, ranks = made is host_group() is not dist.group.WORLD, values_of_group(rank, made)
+        dist.destroy_process_group(made)
+        patch.setattr(topology, "_hostless", [])
+        patch.setattr(dist, "new_group", no_interface)
+        return own, is_kept, ranks, [host_group(), host_group()]
+
+
+def no_interface(**options: Any) -> None:
+    raise RuntimeError("no network interface")
+
+
+def test_memory_of_hosts_has_one_group_or_none() -> None:
+    assert run_ranks(hosts, 2) == [(True, True, [0, 1], [None, None])] * 2

@@ -202,6 +202,7 @@ def test_nothing_is_left_behind() -> None:
         ),
         (dist.DistStoreError("wait timeout after 2000ms"), True),
         (dist.DistBackendError("NCCL communicator was aborted on rank 0"), True),
+        (dist.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"), False),
         (RuntimeError("DataLoader timed out after 5 seconds"), False),
         (ConnectionResetError("Connection reset by peer"), False),
     ],

@@ -25,7 +25,12 @@ from lightning_topt.costs.communication import (
     mesh_groups,
     ranks_of_groups,
 )
-from lightning_topt.costs.measuring import usable_memory_bytes
+from lightning_topt.costs.measuring import (
+    free_memory_bytes,
+    gather,
+    on_every_rank,
+    usable_memory_bytes,
+)
 from lightning_topt.graph.kernels import encode_arguments
 from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Step
 from tests.launch import run_ranks
@@ -51,12 +56,24 @@ def on_rank(rank):
     before = dict(dist.distributed_c10d._world.pg_map)
     cluster = calibrate(device="cpu", budget_seconds=0.3)
     assert dict(dist.distributed_c10d._world.pg_map) == before
-    return cluster.to_dict(), measure_kernels(graph(), budget_seconds=30.0)
+    kernels = measure_kernels(graph(), budget_seconds=30.0)
+    # one rank has no memory left while others measure
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as error:
+        if rank == 1:
+            patch.setattr(calibrations, "measure_page_faults", full)
+        on_every_rank(lambda: calibrate(budget_seconds=0.05))
+    return cluster.to_dict(), kernels, str(error.value), gather(rank)
+
+
+def full(device):
+    raise torch.OutOfMemoryError("the device is full")
 
 
 def test_two_ranks_measure_the_same_sane_cluster():
-    (data, kernels), (other, other_kernels) = run_ranks(on_rank, 2)
+    (data, kernels, *first), (other, other_kernels, *second) = run_ranks(on_rank, 2)
     assert data == other and kernels == other_kernels
+    said = "planning failed on rank 1: OutOfMemoryError: the device is full"
+    assert (first, second) == ([said, [0, 1]], ["the device is full", [0, 1]])
     cluster = Cluster.from_dict(data)
     assert set(cluster.collectives) == {(op, 2, 1) for op in USUAL_COLLECTIVES}
     for found in cluster.collectives.values():
@@ -106,12 +123,37 @@ def usable_on_rank(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "mem_get_info", lambda _: (70 - rank, 80))
         patch.setattr(torch.cuda, "memory_reserved", lambda _: 2 + 3 * rank)
-        return usable_memory_bytes(torch.device("cuda", rank))
+        device = torch.device("cuda", rank)
+        return usable_memory_bytes(device), free_memory_bytes(device)
 
 
-def test_ranks_may_use_what_is_free_where_least_is():
-    """What torch keeps is free for it, what others hold is not; all ranks have one figure."""
-    assert run_ranks(usable_on_rank, 2) == [72, 72]
+def test_what_is_free_is_that_of_the_fullest_device():
+    """What torch keeps is free for it, what others hold is not."""
+    assert run_ranks(usable_on_rank, 2) == [(72, 69), (74, 69)]
+
+
+def kinds_on_rank(rank):
+    """A calibration on devices that fill up once a second kind of group is open."""
+    made, opened = dist.distributed_c10d._world.pg_map, []
+    before = len(made)
+
+    def free(device):
+        opened.append(len(made) - before)
+        return 1e12 if max(opened) == 0 else 5e8
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrations, "backend_of", lambda device: "nccl")
+        patch.setattr(calibrations, "free_memory_bytes", free)
+        cluster = calibrate(num_nodes=2, budget_seconds=0.05, collectives=["all_reduce"])
+    return max(opened), opened[-1], cluster
+
+
+def test_one_kind_of_groups_is_open_at_a_time_on_devices_and_none_without_room():
+    for most, last, cluster in run_ranks(kinds_on_rank, 4):
+        assert (most, last) == (1, 0)
+        assert set(cluster.collectives) == {("all_reduce", 4, 1), ("all_reduce", 2, 1)}
+        links = [fit_link(cluster.collectives, group) for group in (Group(2), Group(4))]
+        assert [cluster.intra, cluster.inter] == links
 
 
 def timers_on_rank(rank):

@@ -46,7 +46,10 @@ def measured_updates(found, optimizer, module):
 def counted(monkeypatch):
     """The names of what was measured; nothing waits for a calibration."""
     calls = []
-    monkeypatch.setattr(measurements, "calibrate", lambda **options: cluster_of(1, backend="gloo"))
+    cluster = cluster_of(1, backend="gloo")
+    monkeypatch.setattr(measurements, "calibrate", lambda **options: cluster)
+    free = cluster.device.memory_bytes
+    monkeypatch.setattr(measurements, "usable_memory_bytes", lambda device: free)
 
     def count(name, module=measurements, **options):
         real = getattr(module, name)
@@ -71,12 +74,15 @@ def everything(directory, *, lines=None, optimizer=optim.AdamW, **options):
     return found.cluster().to_dict(), found.kernel_seconds(graph()), updates
 
 
-def test_a_second_start_measures_nothing_and_has_the_same_numbers(tmp_path, counted):
+def test_a_second_start_measures_nothing_and_has_the_same_numbers(tmp_path, counted, monkeypatch):
     lines = []
     first = everything(tmp_path / "cache", lines=lines)
     assert counted == ["measure_kind", "measure_kind", "calibrate", "measure_kernels"]
     assert len(lines) == 2 and all(line.startswith("measuring ") for line in lines)
     assert everything(tmp_path / "cache", lines=lines) == first
+    # but for what is free
+    monkeypatch.setattr(measurements, "usable_memory_bytes", lambda device: 123)
+    assert Measurements.open(directory=tmp_path / "cache").cluster().device.memory_bytes == 123
     assert len(counted) == 4 and len(lines) == 2
     (file,) = (tmp_path / "cache").glob("*.json")
     assert Measurements.open(directory=tmp_path / "cache").path == file

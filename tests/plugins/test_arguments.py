@@ -35,6 +35,7 @@ from lightning_topt.plugins.plan_options import (
     read_memory_limit,
 )
 from tests.models import GPT
+from tests.plugins.trainer_ranks import on_ranks
 
 CLUSTER = Cluster.load(Path(__file__).parents[2] / "conf" / "cluster" / "cloud_25gbe_16x8.yaml")
 
@@ -126,6 +127,8 @@ def name_of(kind: Any) -> str:
             METHOD | SETTINGS | {"nodes": NO_COUNT, "ranks_per_node": NO_COUNT},
         ),
         *cases(LocalSteps, LOCAL),
+        *cases(AutoParallelStrategy, {"objective": ["fastest"], "plan": ["zero4"]}),
+        *cases(AutoParallelStrategy, {"memory_limit": ["1GiB"]}, plan="ddp"),
         *cases(LocalStepsStrategy, METHOD | {"timeout_seconds": SETTINGS["timeout_seconds"]}),
         *cases(ParallelOptimizerStep, STEP),
         *cases(ExchangeMonitor, {"every_n_steps": NO_COUNT}),
@@ -212,10 +215,30 @@ def test_a_margin_follows_from_the_cluster_and_the_confidence() -> None:
     assert AutoParallelStrategy(equal_within=0.0).request.difference_on(machines) == 0.0
 
 
-def test_what_is_free_decides_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, cuda, cpu = GPT(), torch.device("cuda"), torch.device("cpu")
+def needed(rank: int, usable: list[float], automatic: bool, views: bool) -> tuple[bool, str]:
+    module, said = GPT(), list[str]()
+    module.automatic_optimization = automatic
     size = sum(parameter.nbytes for parameter in module.parameters())
-    monkeypatch.setattr(plan_request, "usable_memory_bytes", lambda _: 3 * size)
-    monkeypatch.setattr(plan_request, "device_memory_bytes", lambda _: 5 * size)
-    request = plan_request.PlanRequest()
-    assert not request.fits_as_ddp(module, cuda) and request.fits_as_ddp(module, cpu)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_request, "usable_memory_bytes", lambda _: usable[rank] * size)
+        patch.setattr(plan_request, "rank_zero_info", said.append)
+        patch.setattr(plan_request, "rank_zero_warn", said.append)
+        request = plan_request.PlanRequest(gradients_are_views=views)
+        return plan_request.needs_plan(request, module, torch.device("cpu")), "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("usable", "automatic", "views", "needs", "says"),
+    [
+        ([5.0, 5.0], True, False, False, ""),  # parameters, gradients, buckets, two moments
+        ([4.9, 4.9], True, False, True, "more than a rank may use: a plan is searched"),
+        ([5.0, 4.9], True, False, True, "a plan is searched"),
+        ([4.0, 4.0], True, True, False, ""),
+        ([4.9, 4.9], False, False, False, "memory may run out. Manual optimization"),
+    ],
+)
+def test_what_cannot_fit_under_ddp_needs_a_plan_on_all_ranks(
+    usable: list[float], automatic: bool, views: bool, needs: bool, says: str
+) -> None:
+    for found, said in on_ranks(needed, usable, automatic, views):
+        assert found == needs and says in said and bool(says) == bool(said)

@@ -19,7 +19,6 @@ from lightning_topt import (
     CompressedDDPStrategy,
     PipelineStrategy,
 )
-from lightning_topt.plan.parallel_plan import uniform_plan
 from lightning_topt.plugins import data_parallel_hooks
 from tests.preloaded import preloaded_python
 
@@ -125,18 +124,6 @@ def test_ranks_that_follow_each_other_on_other_nodes_are_known(
     assert all("first node has ranks 0, 2" in text for text in said)
 
 
-def test_environment_variable() -> None:
-    output = run(
-        """
-        import lightning as L, lightning_topt
-        print(type(L.Trainer(accelerator="cpu", devices=2, logger=False).strategy).__name__)
-        """,
-        python=preloaded_python(),
-        PL_TRAINER_STRATEGY="topt",
-    )
-    assert "AutoParallelStrategy" in output
-
-
 def test_class_path_in_lightnings_cli() -> None:
     pytest.importorskip("jsonargparse")
     output = run(
@@ -167,14 +154,6 @@ def test_class_path_in_lightnings_cli() -> None:
     ("options", "error", "says"),
     [
         ({"memroy_limit": "1GiB"}, TypeError, "memroy_limit"),
-        ({"objective": "fastest"}, ValueError, "fastest"),
-        ({"memory_limit": "1GiB", "plan": "ddp"}, ValueError, "leave out memory_limit"),
-        (
-            {"memory_limit": "1GiB", "plan": uniform_plan(0, data_parallel_size=2)},
-            ValueError,
-            "leave out memory_limit",
-        ),
-        ({"plan": "zero4"}, ValueError, "zero4"),
         ({"cluster": "nowhere.yaml"}, ValueError, "nowhere.yaml"),
     ],
 )

@@ -15,7 +15,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins.planning import RemotePlanningError
+from lightning_topt.costs.measuring import RemotePlanningError
 from tests.plugins.test_pipeline_fits import pipeline
 from tests.plugins.test_tensor_fits import plan
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer

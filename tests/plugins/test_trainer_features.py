@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins.planning import RemotePlanningError
+from lightning_topt.costs.measuring import RemotePlanningError
 from tests.models import ConvNet
 from tests.plugins.trainer_ranks import (
     RecordingGPT,

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Placements, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref
@@ -72,12 +73,12 @@ def layout_named_by(axes: Sequence[str]) -> str:
     "" for one axis ``tensor``, which has several.
 
     Raises:
-        ValueError: they have none
+        PlanError: they have none
     """
     if tuple(axes) in _BY_AXES:
         return _BY_AXES[tuple(axes)]
     known = "; ".join(", ".join(names) for names in _BY_AXES)
-    raise ValueError(
+    raise PlanError(
         f"no layout is known for the tensor axes {', '.join(axes)}; a mesh to search has one of "
         f"these: {known}. Others need a plan that places tensors along them"
     )
@@ -87,7 +88,7 @@ def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
     """Return the tensor axes of `layout` over `ranks` ranks, as equal as possible.
 
     Raises:
-        ValueError: `ranks` is no product of two or three numbers above 1
+        PlanError: `ranks` is no product of two or three numbers above 1
     """
     if layout in ("tensor", "tensor_sequence"):
         return (Axis("tensor", ranks),)
@@ -96,7 +97,7 @@ def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
     count = 2 if layout == "tensor_2d" else 3
     sizes = _factors(ranks, count)
     if sizes is None:
-        raise ValueError(
+        raise PlanError(
             f"{layout} needs a number of ranks that is a product of {count} numbers above 1, and "
             f"{ranks} is not: start another number, or choose plan='tensor'"
         )

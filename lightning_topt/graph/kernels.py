@@ -240,7 +240,7 @@ def freeze(value: object, tensors: list[Tensor]) -> Frozen:
     """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            return ("opaque", f"{value.layout} tensor")
+            return ("opaque", f"{value.layout} tensor", tuple(value.shape), str(value.dtype))
         tensors.append(value)
         return ("tensor", tuple(value.shape), tuple(value.stride()), str(value.dtype)[6:])
     if value is None or type(value) is int or isinstance(value, str):

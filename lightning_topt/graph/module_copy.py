@@ -21,7 +21,7 @@ import functools
 import threading
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
@@ -40,6 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.kernels import freeze, is_view
 
 T = TypeVar("T", bound=nn.Module)
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -431,10 +433,14 @@ def is_metric(module: nn.Module, names: tuple[str, ...] = ("Metric",)) -> bool:
 
 
 class ShapeMode(FakeTensorMode):
-    """A fake mode that also knows shapes which torch 2.13 refuses without memory.
+    """A fake mode that remembers shapes, and knows those which torch 2.13 refuses without memory.
 
     These are products of groups in other dtypes than bfloat16, which run all the same; and the
     gradients of cuDNN's recurrent layers, for which torch would run the kernel.
+
+    [Note: known shapes] An operator that was called with tensors of the same shapes returns
+    tensors like those it returned then. They are made at once: torch's own cache takes three times
+    as long to describe the arguments.
     """
 
     def dispatch(
@@ -452,7 +458,54 @@ class ShapeMode(FakeTensorMode):
             return empty_fake(self, like=(shape, stride, left.dtype, left.device))
         if func is torch.ops.aten._cudnn_rnn_backward.default:
             return self._recurrent_gradients(args)
-        return super().dispatch(func, types, args, kwargs)
+        tensors: list[Tensor] = []
+        if (key := self._key(func, args, kwargs or {}, tensors)) is None:
+            return super().dispatch(func, types, args, kwargs)
+        if key in _RESULTS:
+            return self._made(_RESULTS[key], tensors)
+        out = super().dispatch(func, types, args, kwargs)
+        if (result := _result_like(out, func, tensors)) is not None:
+            if len(_RESULTS) >= _MOST_RESULTS:
+                _RESULTS.clear()
+            _RESULTS[key] = result
+        return out
+
+    def _key(
+        self, func: OpOverload, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Hashable | None:
+        # All of a call that decides what its results are like; None where values do, too. Its
+        # tensors are appended to `tensors`.
+        if not _depends_on_shapes(func):
+            return None
+        given = freeze((args, *kwargs.items()), tensors)
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor):
+                is_known = tensor.fake_mode is self and tensor.constant is None
+            else:  # a real number may stand for one of Python, which has less to say of the dtype
+                is_known = tensor.ndim > 0
+            if not is_known or tensor.is_conj() or tensor.is_neg():
+                return None
+        # a view begins where its base does
+        offset = tensors[0].storage_offset() if tensors and is_view(func) else 0
+        places = tuple((type(tensor), tensor.device) for tensor in tensors)
+        where = offset, places, kwargs.get("device"), torch.get_default_dtype()
+        return (func, given, *where) if tensors else None
+
+    def _made(self, result: _Result, tensors: Sequence[Tensor]) -> Any:
+        kind, parts = result
+        made: list[Tensor | int | None] = []
+        with in_kernel_invocation_manager(self):
+            for part in parts:
+                if not isinstance(part, tuple):
+                    made.append(part)
+                    continue
+                (size, stride, dtype, device), base, offset = part
+                if base is None:
+                    new = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+                else:
+                    new = torch.as_strided(tensors[base], size, stride, offset)
+                made.append(FakeTensor(self, new, device))
+        return made[0] if kind is None else kind(made)
 
     def _recurrent_gradients(self, args: Sequence[Any]) -> tuple[Any, ...]:
         # Gradients of the input, both states and the weights. cuDNN computes the former whether or
@@ -465,6 +518,53 @@ class ShapeMode(FakeTensorMode):
     def _dense(self, tensor: Tensor) -> Tensor:
         like = (tensor.shape, contiguous_stride(tensor.shape), tensor.dtype, tensor.device)
         return empty_fake(self, like=like)
+
+
+# of a tensor: what it is like; of a view the place of its base among the tensors of the call, and
+# its offset
+_Part = tuple[Like, int | None, int]
+# what an operator returns: one of these (None), or a list or tuple of some
+_Result = tuple[Callable[[list[Any]], Any] | None, list[_Part | int | None]]
+_RESULTS: dict[Hashable, _Result] = {}  # of calls under all modes
+_MOST_RESULTS = 20_000
+
+
+@functools.cache
+def _depends_on_shapes(func: OpOverload) -> bool:
+    # Whether `func` only makes tensors, whose shapes follow from those of its arguments
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
+        return False
+    values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func not in FakeTensorMode.lift_fns and values.isdisjoint(func.tags)
+
+
+def _result_like(out: Any, func: OpOverload, tensors: Sequence[Tensor]) -> _Result | None:
+    # How to make `out` once more without `func`; None where that is not known
+    kind = list if isinstance(out, list) else tuple if isinstance(out, tuple) else None
+    parts: list[_Part | int | None] = []
+    memories = {tensor.untyped_storage()._cdata: n for n, tensor in enumerate(tensors)}
+    for tensor in (out,) if kind is None else out:
+        if tensor is None or type(tensor) is int:
+            parts.append(tensor)
+            continue
+        if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
+            return None
+        if tensor.constant is not None or tensor.is_conj() or tensor.is_neg():
+            return None
+        memory, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+        base, size, stride = memories.get(memory._cdata), tensor.shape, tensor.stride()
+        if is_view(func):
+            is_known = base is not None and tensors[base].dtype == tensor.dtype
+        else:
+            # new memory of its own, no larger than the tensor
+            last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            needed = (last + 1) * tensor.dtype.itemsize if tensor.numel() else 0
+            is_known = base is None and offset == 0 and memory.nbytes() == needed
+            memories[memory._cdata] = -1
+        if not is_known:
+            return None
+        parts.append(((size, stride, tensor.dtype, tensor.device), base, offset))
+    return kind, parts
 
 
 def empty_fake(mode: FakeTensorMode, *, like: Like) -> Tensor:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.module_copy import build_on_meta, fake_copy, is_on_meta
+from lightning_topt.graph.module_copy import ShapeMode, build_on_meta, fake_copy, is_on_meta
 from tests.graph.test_capture import MODEL_IDS, MODELS
 from tests.models import MLP, batch_for
 from tests.preloaded import preloaded_python
@@ -139,3 +140,63 @@ def test_constructors_that_read_values_run_on_real_tensors() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
     with pytest.raises(KeyError, match="own"):
         build_on_meta(Fails)
+
+
+def backward(x: Tensor) -> Any:
+    weight = torch.empty(8, 5, requires_grad=True)
+    (x @ weight).relu().sum().backward()
+    return weight.grad
+
+
+CALLS: dict[str, Any] = {
+    "products": lambda x: (x @ x.transpose(1, 2), torch.softmax(x, -1), x + 1),
+    "views": lambda x: (x[1:][1:], x[2:], x[:, ::2], x.unbind(1), x.split(2), x.expand(2, 6, 4, 8)),
+    "several": lambda x: torch.native_layer_norm(x, [8], None, torch.ones(8), 1e-5),
+    "dtypes": lambda x: (
+        x.bfloat16(),
+        x.view(torch.int32),
+        (x > 0) + 1,
+        (x > 0) + 1.0,
+        (x > 0) + True,
+    ),
+    "in place": lambda x: (y := x.clone(), y[1].mul_(2), y.t_() if y.ndim < 3 else y.squeeze_()),
+    "complex": lambda x: (z := torch.view_as_complex(x.unflatten(2, (4, 2))), z.conj().imag + 1),
+    "numbers": lambda x: (x * torch.tensor(2.0), (torch.tensor(2.0) + 1).item(), x * torch.ones(8)),
+    "gradients": backward,
+    "random": lambda x: (torch.nn.functional.dropout(x, 0.5), torch.rand_like(x), x.new_zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_shapes_that_are_known_are_those_of_torch(name: str) -> None:
+    def described(kind: type[FakeTensorMode]) -> list[Any]:
+        def like(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            memory, form = value.untyped_storage(), (value.shape, value.stride(), value.dtype)
+            place = value.storage_offset(), memory.nbytes(), memory._cdata == base._cdata
+            return type(value), *form, *place, value.is_conj(), value.is_neg()
+
+        with kind(allow_non_fake_inputs=True):
+            x = torch.empty(4, 6, 8).transpose(0, 1)
+            base = x.untyped_storage()
+            return [*map(like, tree_leaves(CALLS[name](x)))]
+
+    plain = described(FakeTensorMode)
+    assert described(ShapeMode) == plain
+    assert described(ShapeMode) == plain
+
+
+def test_an_operator_runs_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, dispatch = [], FakeTensorMode.dispatch
+
+    def counted(self: Any, func: Any, *rest: Any) -> Any:
+        asked.append(func._schema.name)
+        return dispatch(self, func, *rest)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
+    for sizes in ((3, 7), (3, 7), (3, 11)):
+        with ShapeMode(allow_non_fake_inputs=True):
+            torch.empty(sizes).t().cosh().sum(0)
+    counts = {name: asked.count(name) for name in asked if name != "prim::device"}
+    assert counts == {"aten::empty": 3, "aten::t": 2, "aten::cosh": 2, "aten::sum": 2}

@@ -24,7 +24,6 @@ intercepted, random numbers, checks.
 
 from __future__ import annotations
 
-import functools
 import random
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +46,6 @@ from lightning_topt.graph.flow_trace import unit_modules
 from lightning_topt.graph.module_copy import ShapeMode, empty_fake, runs_metrics
 from lightning_topt.graph.step_flow import (
     LEAST_SHARED_BYTES,
-    PLAIN,
     LeafSpec,
     StepFlow,
     TensorRef,
@@ -66,7 +64,6 @@ Attribute = tuple[dict[str, Any], str, Any]  # a namespace, a name in it, the va
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 LOGS = ("log", "log_dict", "print")
 METRIC_METHODS = ("update", "compute", "forward", "_compiled_call_impl")
-MOST_SHAPES = 10_000  # results of operators on shapes that are remembered
 HALVES = (torch.bfloat16, torch.float16)
 VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")
 
@@ -488,14 +485,13 @@ class StandIns(ShapeMode):
     """Makes what calls of units return where they are not run.
 
     That are the tensors that were received, and shapes for all others. Functional operators on
-    shapes compute shapes, which are remembered, and draw their random numbers.
+    shapes compute shapes, and draw their random numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.device = device
         self._is_inside = False
-        self._shapes: dict[Hashable, LeafSpec] = {}
 
     def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute the shape of a result, and draw the random numbers that `func` would draw."""
@@ -508,31 +504,9 @@ class StandIns(ShapeMode):
                 if draw is not None and not draw.problem:
                     with torch.utils._python_dispatch._disable_current_modes():
                         draw_again([draw], self.device)
-            elif _is_pure(func) and (key := _key((args, kwargs))) is not None:
-                return self._known_shape((func, key), types, args, kwargs)
             return super().dispatch(func, types, args, kwargs)
         finally:
             self._is_inside = False
-
-    def _known_shape(
-        self, key: tuple[OpOverload, Hashable], types: Any, args: Any, kwargs: Any
-    ) -> Any:
-        # Do what `dispatch` does, from memory where the operator has had such arguments
-        # Known: no need to run the operator on fake tensors, which takes much longer.
-        if (spec := self._shapes.get(key)) is not None:
-            return self.absent(spec)
-        result = super().dispatch(key[0], types, args, kwargs)
-        if (
-            type(result) is FakeTensor
-            and result.layout is torch.strided
-            and result.device == self.device
-        ):
-            if len(self._shapes) >= MOST_SHAPES:
-                self._shapes.clear()
-            self._shapes[key] = LeafSpec(
-                tuple(result.shape), tuple(result.stride()), result.dtype, requires_grad=False
-            )
-        return result
 
     def result(self, call: UnitCall, received: Mapping[TensorRef, Tensor]) -> Any:
         """Return what `call` returned, with the tensors that are `received` in their places."""
@@ -551,32 +525,6 @@ class StandIns(ShapeMode):
     def absent(self, spec: LeafSpec) -> Tensor:
         """Return a tensor without elements."""
         return empty_fake(self, like=(spec.shape, spec.stride, spec.dtype, self.device))
-
-
-@functools.cache
-def _is_pure(func: OpOverload) -> bool:
-    # Whether `func` makes one new tensor of its arguments and does nothing else
-    schema = func._schema
-    aliases = [*schema.arguments, *schema.returns]
-    return (
-        len(schema.returns) == 1
-        and not schema.is_mutable
-        and all(each.alias_info is None for each in aliases)
-    )
-
-
-def _key(value: object) -> Hashable | None:
-    # All about arguments that decides a result's shape; None where it is not known
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_conj() or value.is_neg():
-            return None
-        return Tensor, value.shape, value.stride(), value.dtype, value.device.type
-    if isinstance(value, dict):
-        value = tuple(value.items())
-    if isinstance(value, (tuple, list)):
-        parts = tuple(_key(part) for part in value)
-        return None if None in parts else (type(value), parts)
-    return (type(value), value) if isinstance(value, PLAIN) else None
 
 
 class Received(torch.autograd.Function):

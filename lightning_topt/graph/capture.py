@@ -40,11 +40,7 @@ from lightning_topt.graph.errors import (
 from lightning_topt.graph.module_copy import filled_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recorder import Recorder
-from lightning_topt.graph.recording import (
-    Recording,
-    assemble,
-    changed,
-)
+from lightning_topt.graph.recording import Recording, assemble, changed
 from lightning_topt.graph.repetition import (
     Stack,
     find_stacks,
@@ -118,7 +114,7 @@ def capture(
     step = StepRun(module, forward_context, torch.device(device), adapt)
     if stacks is None:
         stacks = repeated_layers(module, batch, forward_context=forward_context, device=device)
-    made = partial(_captured, batch=batch, batch_scaling=batch_scaling, like=like)
+    made = partial(_graph, batch=batch, batch_scaling=batch_scaling, like=like)
     with no_collection():
         if stacks:
             try:
@@ -128,16 +124,26 @@ def capture(
         return made(step)
 
 
-def _captured(
-    step: StepRun, *, batch: object, batch_scaling: bool, like: OpGraph | None
+def _graph(
+    step: StepRun,
+    *,
+    batch: object,
+    batch_scaling: bool = True,
+    like: OpGraph | None = None,
 ) -> OpGraph:
-    if not batch_scaling:
-        return graph_of_one_size(step, batch, like)
-    # two recordings; a dim of size one is special to operators (views instead of copies)
-    samples = batch_size(batch)
-    sizes = max(samples, 2), 2 * max(samples, 2)
-    copied, first, first_bytes = step.record(batch, samples=(samples, sizes[0]))
-    _, second, second_bytes = step.record(batch, samples=(samples, sizes[1]))
+    # Record the step; the arguments are those of `capture`
+    samples = 1, 1
+    if not batch_scaling:  # one recording, taken for two
+        sizes = common_size(batch), common_size(batch)
+        copied, first, first_bytes = step.record(batch)
+        second, second_bytes = first, first_bytes
+    else:
+        # a dim of size one is special to operators (views instead of copies)
+        have = batch_size(batch)
+        sizes = max(have, 2), 2 * max(have, 2)
+        samples = have, sizes[0]
+        copied, first, first_bytes = step.record(batch, samples=samples)
+        _, second, second_bytes = step.record(batch, samples=(have, sizes[1]))
     graph = assemble(
         copied,
         (first, second),
@@ -145,7 +151,14 @@ def _captured(
         sizes=sizes,
         input_bytes=(first_bytes, second_bytes),
     )
-    return _finish(graph, step, batch, samples=(samples, sizes[0]), like=like)
+    # its default blocks, with what second calls of its modules did; or those of `like`
+    if like is not None:
+        graph = step.with_all_layers(graph)
+        repeatable = {m.path for m in like.step.modules if m.repeatable}
+        return mark_repeatable(graph, repeatable).with_blocks(like.blocks)
+    repeatable = _repeatable(step, batch, candidates=repeat_candidates(graph), samples=samples)
+    graph = step.with_all_layers(mark_repeatable(graph, repeatable))
+    return graph.with_blocks(choose_blocks(graph))
 
 
 def repeated_layers(
@@ -187,7 +200,8 @@ def observe_step(
     The graph holds for batches of the size of `batch`. Raises CaptureError as `capture` does.
     """
     check_can_run(module)
-    return graph_of_one_size(StepRun(module, forward_context, is_real=True), batch)
+    step = StepRun(module, forward_context, is_real=True)
+    return _graph(step, batch=batch, batch_scaling=False)
 
 
 @contextmanager
@@ -203,43 +217,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def graph_of_one_size(step: StepRun, batch: object, like: OpGraph | None = None) -> OpGraph:
-    """Return the graph of `step` on `batch`, which holds for batches of its size.
-
-    `like` is as in `capture`.
-    """
-    # one recording, taken for two
-    copied, recording, input_bytes = step.record(batch)
-    size = common_size(batch)
-    graph = assemble(
-        copied,
-        (recording, recording),
-        name=type(step.module).__name__,
-        sizes=(size, size),
-        input_bytes=(input_bytes, input_bytes),
-    )
-    return _finish(graph, step, batch, like=like)
-
-
-def _finish(
-    graph: OpGraph,
-    step: StepRun,
-    batch: object,
-    *,
-    samples: tuple[int, int] = (1, 1),
-    like: OpGraph | None = None,
-) -> OpGraph:
-    # The graph cut into its default blocks, with what second calls of its modules did. With `like`
-    # both are taken from there.
-    if like is not None:
-        graph = step.with_all_layers(graph)
-        repeatable = {m.path for m in like.step.modules if m.repeatable}
-        return mark_repeatable(graph, repeatable).with_blocks(like.blocks)
-    repeatable = _repeatable(step, batch, candidates=repeat_candidates(graph), samples=samples)
-    graph = step.with_all_layers(mark_repeatable(graph, repeatable))
-    return graph.with_blocks(choose_blocks(graph))
 
 
 def _repeatable(

@@ -55,6 +55,17 @@ PLAIN = (bool, int, str, bytes, type(None))
 CONTAINERS = (list, tuple, set, frozenset, dict)
 FORWARD, BACKWARD = "forward", "backward"
 Place = tuple[str, int]  # forward or backward, the number of a layer
+# of parts of a graph: the fields that are names, and the parts that have a stretch of positions
+_NAMES = {
+    Op: ("name", "module", "block", "parameters", "stack"),
+    TensorEdge: ("source", "target"),
+    StepTensor: ("producer", "saved_by", "gradient_of"),
+    ModuleCall: ("module",),
+    Module: ("path",),
+    Parameter: ("name", "block"),
+    Block: ("name",),
+}
+_STRETCHES = (StepTensor, ModuleCall)
 Item = TypeVar("Item")
 
 
@@ -73,8 +84,7 @@ class Stack:
     @property
     def kept(self) -> list[int]:
         """Numbers of the layers that are captured: the first three and the last two."""
-        last = self.first + self.count - 1
-        return [self.first, self.first + 1, self.first + 2, last - 1, last]
+        return [number for number in self.numbers if number not in self.left_out]
 
     @property
     def numbers(self) -> range:
@@ -388,7 +398,7 @@ class _Repetition:
         self.graph, self.stack = graph, stack
         self.ranks = {number: rank for rank, number in enumerate(stack.kept)}
         *_, self.model, self.after, _ = stack.kept
-        self._splits: dict[str, tuple[int | None, str]] = {}
+        self._names: dict[tuple[str, int | None, int | None], str] = {}
         self.layer_of_op = [
             next((n for path in op.stack if (n := stack.split(path)[0]) is not None), None)
             for op in graph.ops
@@ -461,12 +471,13 @@ class _Repetition:
         return new + distance if abs(distance) <= 1 else number
 
     def name(self, text: str, own: int | None, new: int | None) -> str:
-        if text not in self._splits:
-            self._splits[text] = self.stack.split(text)
-        number, rest = self._splits[text]
-        if number is None or own is None:
-            return text
-        return f"{self.stack.path}.{self.layer(number, own, new)}{rest}"
+        key = text, own, new
+        if key not in self._names:
+            number, rest = self.stack.split(text)
+            if number is not None and own is not None:
+                text = self.stack.layer(self.layer(number, own, new)) + rest
+            self._names[key] = text
+        return self._names[key]
 
     def position(self, position: int, own: int | None, new: int | None) -> int:
         place = self.places[position] if 0 <= position < len(self.places) else None
@@ -480,41 +491,41 @@ class _Repetition:
 
     def graph_of_all(self) -> OpGraph:
         graph, step = self.graph, self.graph.step
-        ops = self._spread(graph.ops, [_forward_of(n) for n in self.layer_of_op], self._op)
-        self.ops = ops
-        tensors = self._spread(step.tensors, [self._made_at(t) for t in step.tensors], self._tensor)
-        self.tensors = tensors
-        places = {op.name: place for op, place in zip(graph.ops, ops.places, strict=True)}
+        self.ops = self._spread(graph.ops, [*map(_forward_of, self.layer_of_op)], self._written)
+        made = [self.places[t.first] if t.first < len(step.order) else None for t in step.tensors]
+        self.tensors = self._spread(step.tensors, made, self._written)
+        places = {op.name: place for op, place in zip(graph.ops, self.ops.places, strict=True)}
         for edge in graph.edges:
             # what a layer makes is read by the next one alone
             source = places[edge.source]
             if places[edge.target] is None and source and source[1] in (self.model, self.after):
                 raise NotRepeated
-        edges = self._spread(graph.edges, [places[e.target] for e in graph.edges], self._edge)
+        edges = self._spread(graph.edges, [places[e.target] for e in graph.edges], self._written)
 
-        def named(items: Sequence[Any], name: Callable[[Any], str], make: Any) -> Any:
-            where = [_forward_of(self.stack.split(name(item))[0]) for item in items]
-            return self._spread(items, where, make).items
+        def named(items: Sequence[Any], name: str = "name") -> Any:
+            where = [_forward_of(self.stack.split(getattr(item, name))[0]) for item in items]
+            return self._spread(items, where, self._written).items
 
+        unused = [_forward_of(self.stack.split(name)[0]) for name in graph.unused]
         ticks = self._spread(step.order, self.places, self._tick)
         spaces = [self.places[position] for position, _ in step.workspaces]
         whole = replace(
             step,
             order=ticks.items,
             backward_start=self._shifted(step.backward_start),
-            tensors=tensors.items,
-            calls=named(step.calls, lambda call: call.module, self._call),
-            modules=named(step.modules, lambda module: module.path, self._module),
+            tensors=self.tensors.items,
+            calls=named(step.calls, "module"),
+            modules=named(step.modules, "path"),
             workspaces=self._spread(step.workspaces, spaces, self._workspace).items,
         )
         return replace(
             graph,
-            ops=ops.items,
+            ops=self.ops.items,
             edges=edges.items,
-            parameters=named(graph.parameters, lambda p: p.name, self._parameter),
+            parameters=named(graph.parameters),
             step=whole,
-            unused=named(graph.unused, str, self.name),
-            blocks=named(graph.blocks, lambda block: block.name, self._block),
+            unused=self._spread(graph.unused, unused, self.name).items,
+            blocks=named(graph.blocks),
         )
 
     def _spread(
@@ -546,49 +557,29 @@ class _Repetition:
                     raise NotRepeated
         return spread
 
-    def _made_at(self, tensor: StepTensor) -> Place | None:
-        return self.places[tensor.first] if tensor.first < len(self.places) else None
+    def _written(self, item: Any, own: int | None, new: int | None) -> Any:
+        # an item that has names, and maybe a stretch of positions
+        kind = type(item)
+        if own is None and kind not in _STRETCHES:
+            return item
+        values: dict[str, Any] = {}
+        for field in _NAMES[kind]:
+            name = getattr(item, field)
+            if isinstance(name, tuple):
+                values[field] = tuple(self.name(each, own, new) for each in name)
+            elif name:
+                values[field] = self.name(name, own, new)
+        if kind in _STRETCHES:
+            values["first"] = self.position(item.first, own, new)
+            values["end"] = self.position(item.end - 1, own, new) + 1
+        if kind is ModuleCall:
+            for field in ("inputs", "outputs"):
+                values[field] = tuple(self._tensor(n, own, new) for n in getattr(item, field))
+        return changed(item, **values)
 
-    def _op(self, op: Op, own: int | None, new: int | None) -> Op:
-        if own is None:
-            return op
-        return changed(
-            op,
-            name=self.name(op.name, own, new),
-            module=self.name(op.module, own, new),
-            block=self.name(op.block, own, new),
-            parameters=tuple(self.name(each, own, new) for each in op.parameters),
-            stack=tuple(self.name(each, own, new) for each in op.stack),
-        )
-
-    def _edge(self, edge: TensorEdge, own: int | None, new: int | None) -> TensorEdge:
-        source, target = (self.name(each, own, new) for each in (edge.source, edge.target))
-        return changed(edge, source=source, target=target)
-
-    def _tensor(self, tensor: StepTensor, own: int | None, new: int | None) -> StepTensor:
-        saved_by, gradient_of = tensor.saved_by, tensor.gradient_of
-        return changed(
-            tensor,
-            producer=self.name(tensor.producer, own, new),
-            first=self.position(tensor.first, own, new),
-            end=self.position(tensor.end - 1, own, new) + 1,
-            saved_by=saved_by and self.name(saved_by, own, new),
-            gradient_of=gradient_of and self.name(gradient_of, own, new),
-        )
-
-    def _call(self, call: ModuleCall, own: int | None, new: int | None) -> ModuleCall:
-        def index(number: int) -> int:
-            place = self.tensors.places[number]
-            return self.tensors.index(number, place and self.layer(place[1], own, new))
-
-        return changed(
-            call,
-            module=self.name(call.module, own, new),
-            first=self.position(call.first, own, new),
-            end=self.position(call.end - 1, own, new) + 1,
-            inputs=tuple(map(index, call.inputs)),
-            outputs=tuple(map(index, call.outputs)),
-        )
+    def _tensor(self, number: int, own: int | None, new: int | None) -> int:
+        place = self.tensors.places[number]
+        return self.tensors.index(number, place and self.layer(place[1], own, new))
 
     def _tick(self, op: int, own: int | None, new: int | None) -> int:
         place = self.ops.places[op]
@@ -597,16 +588,6 @@ class _Repetition:
     def _workspace(self, workspace: Any, own: int | None, new: int | None) -> Any:
         position, size = workspace
         return self.position(position, own, new), size
-
-    def _module(self, module: Module, own: int | None, new: int | None) -> Module:
-        return changed(module, path=self.name(module.path, own, new))
-
-    def _parameter(self, parameter: Parameter, own: int | None, new: int | None) -> Parameter:
-        name, block = (self.name(each, own, new) for each in (parameter.name, parameter.block))
-        return changed(parameter, name=name, block=block)
-
-    def _block(self, block: Block, own: int | None, new: int | None) -> Block:
-        return changed(block, name=self.name(block.name, own, new))
 
 
 def _forward_of(number: int | None) -> Place | None:

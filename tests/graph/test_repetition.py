@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.graph.capture import StepRun, _captured, capture, repeated_layers
+from lightning_topt.graph.capture import StepRun, _graph, capture, repeated_layers
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.graph.op_graph import OpGraph
 from tests.models import GPT, batch_for
@@ -267,8 +267,7 @@ def left_out(module: Any, **kwargs: Any) -> OpGraph | None:
     try:
         context = kwargs.pop("forward_context", nullcontext)
         step = StepRun(module, context, stacks=stacks)
-        given = {"batch_scaling": True, "like": None}
-        return _captured(step, batch=batch_of(module), **{**given, **kwargs}) if stacks else None
+        return _graph(step, batch=batch_of(module), **kwargs) if stacks else None
     except Exception:
         return None
 

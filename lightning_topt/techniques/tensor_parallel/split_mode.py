@@ -101,11 +101,6 @@ class SplitMode(PythonFunctionMode):
         """All that is known of calls on split tensors, by signature, in order of first calls."""
         return [each for known in self._tables.values() for each in known.values()]
 
-    @property
-    def whole_calls(self) -> list[str]:
-        """Names of functions that got unsharded tensors since no row fits, once per signature."""
-        return [each.call.func.__name__ for each in self.prepared if not each.decision.outputs]
-
     @contextmanager
     def on(self) -> Generator[None, None, None]:
         """Turn the mode on where it is off.

@@ -8,7 +8,6 @@ split from one to the next; only what enters or leaves a repeated block is repli
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,14 +22,14 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.capture import capture, repeated_layers
+from lightning_topt.graph.capture import capture
 from lightning_topt.graph.errors import WAY_OUT, StepError
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.module_copy import contiguous_stride, empty_fake
 from lightning_topt.graph.op_config import Placements, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import changed
-from lightning_topt.graph.repetition import Stack
+from lightning_topt.graph.repetition import Stack, find_stacks
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.layout import Layout, TensorAxes, with_layout
@@ -70,7 +69,6 @@ class _SplitCache:
     # searches by prices
     prices: list[SplitPrices] = field(default_factory=list)
     totals: dict[int, tuple[SplitPrices, list[Point]]] = field(default_factory=dict)
-    candidates: dict[int, tuple[SplitPrices, list[ModelSplit]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,6 @@ class SplitModel:
         """Samples of the step that was traced."""
         return self.graph.step.batch_sizes[1]
 
-    def splits(self, prices: SplitPrices) -> list[ModelSplit]:
-        """Return the Pareto set of splits, fastest first."""
-        return [model_split(self._regions, total) for total in self._totals(prices)]
-
     def _totals(self, prices: SplitPrices) -> list[Point]:
         # The costs of the Pareto set, whose choices are the splits of each region
         if id(prices) not in self._known.totals:
@@ -104,14 +98,8 @@ class SplitModel:
         return self._known.totals[id(prices)][1]
 
     def candidates(self, prices: SplitPrices) -> list[ModelSplit]:
-        """Return the few of `splits` that are tried, see `choose_totals`."""
-        if id(prices) not in self._known.candidates:
-            chosen = choose_totals(self._totals(prices))
-            self._known.candidates[id(prices)] = (
-                prices,
-                [model_split(self._regions, total) for total in chosen],
-            )
-        return self._known.candidates[id(prices)][1]
+        """Return the few splits of the Pareto set that are tried, see `choose_totals`."""
+        return [model_split(self._regions, total) for total in choose_totals(self._totals(prices))]
 
     def prices(
         self, cluster: Cluster, optimizer: OptimizerProfile, group: Group, batch_scale: float
@@ -153,22 +141,8 @@ class SplitModel:
         )
         if key not in self._known.graphs:
             axes = TensorAxes.of_mesh(Mesh(tuple(along)), rank=0)
-            names = (name for name, _ in self.module.named_parameters())
-            whole = (Replicate(),) * len(axes)
-            placements = {name: layout.placements.get(name, whole) for name in names}
             try:
-                graph = capture_split(
-                    self.module,
-                    self.batch,
-                    like=self.graph,
-                    trace=self.trace,
-                    placements=placements,
-                    axes=axes,
-                    rules=layout.rules,
-                    forward_context=self.forward_context,
-                    device=self.device,
-                    stacks=self._stacks,
-                )
+                graph = self.capture_split(layout.placements, axes, layout.rules)
                 self._known.graphs[key] = graph
             except ValueError as error:  # code that cannot run on slices
                 self._known.graphs[key] = None
@@ -177,11 +151,72 @@ class SplitModel:
                 self._known.refusals[key] = reason
         return self._known.graphs[key]
 
+    def capture_split(
+        self,
+        placements: Mapping[str, Placements],
+        axes: TensorAxes,
+        rules: Mapping[str, BlockRule] = MappingProxyType({}),
+    ) -> OpGraph:
+        """Return the graph of the step that one rank of `axes` (without groups) runs.
+
+        Blocks, names and the fingerprint are those of the unsharded step; parameters have local
+        shapes. Collectives along the axes are kernels where they run, which `TrainingStep` prices
+        (`shown_collective`). Layers that are split differently are all captured.
+
+        Args:
+            placements: of parameters by name; others are replicated
+            axes: the tensor axes
+            rules: of blocks
+
+        Raises:
+            ValueError: a parameter cannot be cut so; the split step makes something else than the
+                unsharded one, since user code lost sight of a tensor (the message names the
+                module); or as in `capture`
+        """
+        # placements of all parameters, and rules of the blocks, as in the run
+        whole = (Replicate(),) * len(axes)
+        placements = {
+            name: placements.get(name, whole) for name, _ in self.module.named_parameters()
+        }
+        names = [block.name for block in self.graph.blocks]
+        by_block = rules_by_block(rules, names, {*self._regions.repeated})
+        run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block)
+        named = [(path, repr(replace(rule, block=""))) for path, rule in by_block.items()]
+        try:
+            graph = capture(
+                self.module,
+                self.batch,
+                batch_scaling=self.graph.batch_scaling,
+                adapt=run.of,
+                like=self.graph,
+                stacks=[
+                    stack
+                    for stack in self._stacks
+                    if stack.is_alike(placements.items()) and stack.is_alike(named)
+                ],
+                forward_context=self.forward_context,
+                device=self.device,
+            )
+        except StepError as error:  # of user code, which ran unsharded, or of a rule for splits
+            if isinstance(error.__cause__, ValueError):
+                raise error.__cause__ from None
+            raise ValueError(
+                f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its "
+                f"parameters split: {error.__cause__}; {_ADVICE}"
+            ) from error.__cause__
+        # the user must see the same shapes as without a split
+        _check_results(run.results, self.trace.results())
+        return changed(graph, whole_model=self.graph.fingerprint)
+
     @cached_property
-    def _stacks(self) -> tuple[Stack, ...]:
-        return repeated_layers(
-            self.module, self.batch, forward_context=self.forward_context, device=self.device
-        )
+    def _stacks(self) -> list[Stack]:
+        # those of which the traced step had some layers alone
+        called = {border.module for border in self.trace.borders}
+        return [
+            stack
+            for stack in find_stacks(self.module)
+            if called & {*map(stack.layer, stack.numbers)} == {*map(stack.layer, stack.kept)}
+        ]
 
     def refusals(self, ranks: int) -> list[str]:
         """Return why steps of one of `ranks` ranks were not captured, a clause for each."""
@@ -281,78 +316,6 @@ _ADVICE = (
     "of those around it whole"
 )
 Results = list[tuple[str, tuple[tuple[int, ...], ...]]]
-
-
-def capture_split(
-    module: nn.Module,
-    batch: object,
-    *,
-    like: OpGraph,
-    trace: FunctionTrace,
-    placements: Mapping[str, Placements],
-    axes: TensorAxes,
-    rules: Mapping[str, BlockRule] = MappingProxyType({}),
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    device: torch.device | str = "cpu",
-    stacks: Sequence[Stack] = (),
-) -> OpGraph:
-    """Return the graph of the step that one rank of `axes` (without groups) runs.
-
-    Blocks, names and the fingerprint are as in `like`; parameters have local shapes. Collectives
-    along the axes are kernels where they run, which `TrainingStep` prices (`shown_collective`).
-
-    Args:
-        module: the model
-        batch: of the step
-        like: the graph of the unsharded step, captured from the same arguments under `trace`
-        trace: its calls
-        placements: of parameters by name
-        axes: the tensor axes
-        rules: of blocks
-        forward_context: as in `capture`
-        device: as in `capture`
-        stacks: as in `capture`; those whose layers are split differently are captured in full
-
-    Raises:
-        ValueError: a parameter cannot be cut so; the split step makes something else than the
-            unsharded one, since user code lost sight of a tensor (the message names the module);
-            or as in `capture`
-    """
-    # rules of the blocks, as in the run
-    groups = Counter(block.group for block in like.blocks)
-    repeated = {block.name for block in like.blocks if groups[block.group] > 1}
-    by_block = rules_by_block(rules, [block.name for block in like.blocks], repeated)
-    run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block)
-    options = {
-        "batch_scaling": like.batch_scaling,
-        "forward_context": forward_context,
-    }
-    alike = [
-        stack
-        for stack in stacks
-        if stack.is_alike(placements.items())
-        and stack.is_alike((path, repr(replace(rule, block=""))) for path, rule in by_block.items())
-    ]
-    options |= {"stacks": alike}
-    try:
-        graph = capture(
-            module,
-            batch,
-            **options,  # type: ignore[arg-type]
-            device=device,
-            adapt=run.of,
-            like=like,
-        )
-    except StepError as error:  # of user code, which ran unsharded, or of a rule for splits
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        raise ValueError(
-            f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its "
-            f"parameters split: {error.__cause__}; {_ADVICE}"
-        ) from error.__cause__
-    # the user must see the same shapes as without a split
-    _check_results(run.results, trace.results())
-    return changed(graph, whole_model=like.fingerprint)
 
 
 class _SplitRun:

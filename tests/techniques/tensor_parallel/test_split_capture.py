@@ -14,12 +14,12 @@ from lightning_topt.graph import capture as step_run
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.kernels import shown_collective
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Placement, Replicate, Shard
+from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.graph.op_graph import Kernel, OpGraph
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.layout import TensorAxes
-from lightning_topt.techniques.tensor_parallel.split_model import capture_split
+from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from tests.models import GPT
 from tests.techniques.tensor_parallel.traced import Step
 
@@ -49,14 +49,9 @@ def split_graph(
     trace = FunctionTrace()
     graph = capture(module, batch, adapt=trace.of, **options)
     names = [name for name, _ in module.named_parameters()]
-    placements = {
-        name: next((p for end, p in splits.items() if name.endswith(end)), (Replicate(),))
-        for name in names
-    }
+    placements = {name: p for name in names for end, p in splits.items() if name.endswith(end)}
     axes = TensorAxes.of_mesh(MESH, rank=0)
-    return graph, capture_split(
-        module, batch, like=graph, trace=trace, placements=placements, axes=axes
-    )
+    return graph, SplitModel(module, batch, graph, trace).capture_split(placements, axes)
 
 
 class HandBlock(nn.Module):

@@ -265,6 +265,7 @@ class DTensorRules:
         if DTensorRules._open == 0:
             DTensorRules._before = {**_HANDLERS}
             _HANDLERS.update({_SCALAR: read_number, **dict.fromkeys(_DRAWS, draw)})
+            _HANDLERS[torch.ops.aten.detach.default] = _detached
             DTensor.data = property(get_data, set_data)  # type: ignore[assignment]
         DTensorRules._open += 1
 
@@ -311,6 +312,12 @@ def get_data(own: DTensor) -> Tensor:
 def read_number(_: object, args: tuple[Any, ...], kwargs: object) -> Any:
     """Return the number that a DTensor is; where each rank has a part of it, a collective call."""
     return whole_of(cast(DTensor, args[0])).item()
+
+
+def _detached(_: object, args: tuple[Any, ...], kwargs: object) -> DTensor:
+    # From torch 2.14 on, detaching a norm would reduce it: a collective call where a rank reads one
+    own = args[0]
+    return DTensor(own._local_tensor.detach(), own._spec, requires_grad=False)
 
 
 def draw(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:

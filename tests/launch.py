@@ -274,10 +274,10 @@ class _Pool:
 _pools: dict[int, _Pool] = {}
 
 
-def end_pools(*, above: int = 0) -> None:
-    """End pools of more than `above` ranks, which hold whatever descriptors this process had."""
-    for world_size in [size for size in _pools if size > above]:
-        _pools.pop(world_size).end()
+def end_pools() -> None:
+    """End all pools, which hold whatever descriptors this process had."""
+    while _pools:
+        _pools.popitem()[1].end()
 
 
 def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped-def]

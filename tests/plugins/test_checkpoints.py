@@ -5,7 +5,6 @@ strategy with the same loss.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,18 +173,13 @@ def test_file_is_plain_and_holds_the_plan(checkpoints: dict[str, str], plan: str
     assert restored.hparams == {"layers": 2}
 
 
-def resume_each(rank: int, plans: Sequence[str], path: str) -> list[Any]:
-    return [resume(rank, plan, path) for plan in plans]
-
-
 def test_other_world_size(checkpoints: dict[str, str], uninterrupted: Any) -> None:
-    plans = ("zero1", "zero3")
-    for found in on_ranks(resume_each, plans, checkpoints["zero3+recompute"], world_size=4):
-        for plan, (losses, state, *_) in zip(plans, found, strict=True):
-            assert losses == pytest.approx(uninterrupted[0], rel=1e-5), plan
-            torch.testing.assert_close(
-                state["head.weight"], uninterrupted[1]["head.weight"], rtol=1e-4, atol=2e-6
-            )
+    found = on_ranks(resume, "zero3", checkpoints["zero3+recompute"], world_size=4)
+    for losses, state, *_ in found:
+        assert losses == pytest.approx(uninterrupted[0], rel=1e-5)
+        torch.testing.assert_close(
+            state["head.weight"], uninterrupted[1]["head.weight"], rtol=1e-4, atol=2e-6
+        )
 
 
 # ---- ModelCheckpoint -----------------------------------------------------------------------------
@@ -201,7 +195,7 @@ def model_checkpoint(rank: int, plan: str, folder: Path) -> Any:
     keep = ModelCheckpoint(
         folder, filename="{epoch}", monitor="score", mode="min", save_top_k=2, save_last=True
     )
-    trainer = topt_trainer(plan, callbacks=[keep], enable_checkpointing=True, max_epochs=4)
+    trainer = topt_trainer(plan, callbacks=[keep], enable_checkpointing=True, max_epochs=3)
     module = Worsening()
     trainer.fit(module, loader(16), loader(16))
     files = sorted(path.name for path in folder.iterdir())
@@ -213,7 +207,7 @@ def model_checkpoint(rank: int, plan: str, folder: Path) -> Any:
 
 
 def model_checkpoints(rank: int, folder: Path) -> dict[str, Any]:
-    return {plan: model_checkpoint(rank, plan, folder / plan) for plan in ("ddp", "zero1", "zero3")}
+    return {plan: model_checkpoint(rank, plan, folder / plan) for plan in ("zero1", "zero3")}
 
 
 def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:

@@ -36,8 +36,12 @@ stages:
 """
 OPTIONS: dict[str, dict[str, Any]] = {
     "clip by norm": {"gradient_clip_val": 0.1},
-    "clip by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-    "accumulate": {"accumulate_grad_batches": 2, "max_epochs": 2},
+    "accumulate, clip by value": {
+        "accumulate_grad_batches": 2,
+        "max_epochs": 2,
+        "gradient_clip_val": 1e-3,
+        "gradient_clip_algorithm": "value",
+    },
 }
 
 
@@ -90,7 +94,7 @@ def parameters(module: L.LightningModule) -> dict[str, Tensor]:
 def overflow(rank: int, plan: Any, *, fused: bool) -> Any:
     """Precision 16-mixed; the gradients of one rank overflow in the fourth batch."""
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    options = {"plugins": [plugin], "max_epochs": 2} | ({} if fused else {"gradient_clip_val": 0.1})
+    options = {"plugins": [plugin]} | ({} if fused else {"gradient_clip_val": 0.1})
     _, module = fit(plan, rank, options, overflow=True, fused=fused)
     assert "_unscale_grads_" not in vars(plugin.scaler) and "clip_grad_by_norm" not in vars(plugin)
     return module.losses[:3], module.scales, parameters(module)
@@ -101,7 +105,7 @@ def on_four_ranks(rank: int, path: Path) -> Any:
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
     fits = {}
     for name, options in OPTIONS.items():
-        trainer, module = fit(plan if name == "accumulate" else str(path), rank, options)
+        trainer, module = fit(str(path) if name == "clip by norm" else plan, rank, options)
         tested = trainer.test(module, loader(4), verbose=False)[0]["test_loss"]
         fits[name] = module.losses, parameters(module), tested
     overflows = [
@@ -135,7 +139,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, fused: bool) 
     for _, overflows in ranks:
         (losses, scales, state), (ddp_losses, ddp_scales, ddp_state) = overflows[fused]
         assert losses == pytest.approx(ddp_losses, rel=1e-3)
-        assert scales == ddp_scales == [1024.0] * 3 + [512.0] * 4 + [256.0]
+        assert scales == ddp_scales == [1024.0] * 3 + [512.0]
         for name, value in state.items():
             assert torch.equal(value, ranks[0][1][fused][0][2][name])
             torch.testing.assert_close(value, ddp_state[name], rtol=1e-2, atol=2e-3)

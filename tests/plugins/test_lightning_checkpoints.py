@@ -36,7 +36,7 @@ from tests.plugins.trainer_ranks import (
     topt_trainer,
 )
 
-PLANS = ("ddp", "zero2", "zero3")
+PLANS = ("ddp", "zero3")
 
 
 class CPUFSDP(FSDPStrategy):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_topt import AutoParallelStrategy
 from tests.models import TunedGPT
 from tests.plugins.trainer_ranks import (
-    PLANS,
     LoggingGPT,
     OwnShare,
     make_trainer,
@@ -134,15 +133,17 @@ def assert_equal(
 
 SHARDED = ("zero1", "zero3")
 CASES: dict[tuple[str, tuple[Any, ...]], Any] = {
-    ("gpt", ()): PLANS,
+    ("gpt", ()): ("ddp", "zero1+recompute", "zero2", "zero3", "zero3+recompute"),
     ("gpt", ("32-true", 2, "norm")): (*SHARDED, "zero2"),
-    ("gpt", ("32-true", 1, "value")): ("zero2", "zero3"),
-    **{("gpt", (kind,)): SHARDED for kind in TOLERANCES if kind != "32-true"},
-    ("adapters", ()): ("zero1", "zero2", "zero2+recompute", "zero3+recompute"),
-    ("muon", ()): ("zero1", "zero2", "zero3"),
-    ("compiled network", ()): (None, *SHARDED),
+    ("gpt", ("32-true", 1, "value")): ("zero3",),
+    ("gpt", ("64-true",)): ("zero3",),
+    ("gpt", ("bf16-mixed",)): ("zero3",),
+    ("gpt", ("bf16-true",)): SHARDED,
+    ("adapters", ()): ("zero1", "zero2+recompute", "zero3+recompute"),
+    ("muon", ()): SHARDED,
+    ("compiled network", ()): (None, "zero3"),
     ("compiled network", ("bf16-mixed",)): ("zero3",),
-    ("compiled module", ()): (None, *SHARDED),
+    ("compiled module", ()): SHARDED,
 }
 
 
@@ -167,8 +168,11 @@ class Saver(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resumed(rank: int, path: Path, first: str, second: str, form: str) -> tuple[Result, Result]:
-    straight = fit(rank, "adapters", "Lightning", max_epochs=2)
+def two_epochs(rank: int) -> Result:
+    return fit(rank, "adapters", "Lightning", max_epochs=2)
+
+
+def resumed(rank: int, path: Path, first: str, second: str, form: str) -> Result:
     torch.manual_seed(0)
     strategy = AutoParallelStrategy(plan=first, checkpoint=form)
     make_trainer(strategy, devices=2, callbacks=[Saver(path)]).fit(Tuning(), OwnShare(8, length=40))
@@ -176,7 +180,7 @@ def resumed(rank: int, path: Path, first: str, second: str, form: str) -> tuple[
     later = Tuning()
     trainer = make_trainer(AutoParallelStrategy(plan=second), devices=2, max_epochs=2)
     trainer.fit(later, OwnShare(8, length=40), ckpt_path=path, weights_only=False)
-    return straight, (later.losses, {n: p.detach() for n, p in later.named_parameters()})
+    return later.losses, {n: p.detach() for n, p in later.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,8 @@ def test_adapters_alone_are_saved_and_resumed(
     first: str, second: str, form: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "adapters.ckpt"
-    for (losses, state), (found, parameters) in on_ranks(resumed, path, first, second, form):
+    rest = on_ranks(resumed, path, first, second, form)
+    for (losses, state), (found, parameters) in zip(once_on_ranks(two_epochs), rest, strict=True):
         assert found == pytest.approx(losses[5:], rel=1e-5)
         assert_equal(parameters, state)
     if form == "full":

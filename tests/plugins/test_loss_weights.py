@@ -29,7 +29,7 @@ class Padded(Dataset[tuple[Tensor, Tensor]]):
     """Sequences of lengths that differ; two in a row may be of padding alone."""
 
     def __init__(self, *, empty: bool = False, full: int = 0) -> None:
-        self.tokens, self.empty, self.full = Tokens(length=32).tokens, empty, full
+        self.tokens, self.empty, self.full = Tokens(length=16).tokens, empty, full
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -87,7 +87,8 @@ EQUAL: dict[str, tuple[type[Language], dict[str, Any], Any]] = {
     "sum": (Summed, {}, "sum"),
 }
 REFUSED = {"ignored": "mean", "sum": "tokens"}
-SCHEDULES = {"ignored": "zero_bubble", "by hand": "zbv", "microbatches of padding": "zero_bubble"}
+SCHEDULES = {"by hand": "zbv", "microbatches of padding": "zero_bubble"}
+ON_TWO = (*SCHEDULES, "sum")  # the first one trains in rows, below
 
 
 def fit(
@@ -114,8 +115,8 @@ def fit(
 
 def on_two(rank: int) -> dict[str, Any]:
     found = {}
-    for name, (_, _, kind) in EQUAL.items():
-        schedule = SCHEDULES.get(name, "1f1b")
+    for name in ON_TWO:
+        kind, schedule = EQUAL[name][2], SCHEDULES.get(name, "1f1b")
         strategy = pipeline(2, microbatches=4, schedule=schedule, microbatch_loss=kind)
         found[name] = fit(name, strategy, ranks=2)
     for name, kind in REFUSED.items():
@@ -135,9 +136,9 @@ def assert_alike(found: Any, expected: Any) -> None:
 def test_means_over_what_is_not_padding_are_those_of_the_batch() -> None:
     """Also where some microbatches have nothing else, which have no mean."""
     results = on_ranks(on_two)
-    for name in EQUAL:
+    for name in ON_TWO:
         expected = fit(name)
-        assert len(expected[0]) == 4
+        assert len(expected[0]) == 2
         for found in results:
             assert_alike(found[name], expected)
 

@@ -166,7 +166,6 @@ CASES: dict[str, tuple[Any, str, int]] = {
     # those that wait longest come first
     "pipeline": (pipeline, "training", STOP),
     "compressed": (compressed, "training", STOP),
-    "compressed, validation": (compressed, "validation", KILL),
     "pipeline, error": (pipeline, "training", RAISE),
     "pipeline, error in a block": (pipeline, "block", RAISE),
     "pipeline, validation": (pipeline, "validation", KILL),

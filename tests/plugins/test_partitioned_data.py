@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import multiprocessing as mp
 import os
-import secrets
 import signal
 import warnings
 
@@ -121,19 +120,16 @@ def losses_without_a_cache(make, devices):
     return [result[0] for result in on_nodes(fit_without, None, make, devices=devices)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_losses_are_those_without_a_cache(tmp_path, devices):
-    for options in (
-        room(),
-        room(memory_bytes=0, disk_bytes=1 << 20),
-    ):
-        folder = tmp_path / secrets.token_hex(4)
-        results = on_nodes(fit, folder, in_batches, options, devices=devices)
-        assert [result[0] for result in results] == losses_without_a_cache(in_batches, devices)
-        per_node = [
-            sum(result[1][0].peer_hits for result in results[i::devices]) for i in range(devices)
-        ]
-        assert all(per_node)
+@pytest.mark.parametrize(
+    ("devices", "options"), [(1, {}), (2, {"memory_bytes": 0, "disk_bytes": 1 << 20})]
+)
+def test_losses_are_those_without_a_cache(tmp_path, devices, options):
+    results = on_nodes(fit, tmp_path, in_batches, room(**options), devices=devices)
+    assert [result[0] for result in results] == losses_without_a_cache(in_batches, devices)
+    per_node = [
+        sum(result[1][0].peer_hits for result in results[i::devices]) for i in range(devices)
+    ]
+    assert all(per_node)
 
 
 def fit_without(node, devices, nodes, folder, make):

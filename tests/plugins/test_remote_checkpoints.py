@@ -62,29 +62,25 @@ def fit(form: str, folder: str, **options: Any) -> Any:
 
 def in_memory(rank: int) -> Any:
     files, found = fsspec.filesystem("memory"), {}
-    for form in ("full", "sharded"):
+    for form, kind in (("full", LocalStepsStrategy), ("sharded", CompressedDDPStrategy)):
         folder = f"memory://{form}"
         trainer, module = fit(form, folder)
         names = sorted(path.rpartition("/")[2] for path in files.ls(folder, detail=False))
         middle = f"{folder}/step=6.ckpt"
         files.copy(middle, f"memory://{form}-again/last.ckpt", recursive=True)
         resumed = fit(form, f"memory://{form}-again")[1].losses
-        # the other strategies read both, and save over them
-        others = []
-        for kind in (CompressedDDPStrategy, LocalStepsStrategy):
-            again = make_trainer(kind(), devices=1, max_steps=7)
-            again.fit(Trained(), ckpt_path=middle, weights_only=False)
-            others.append(again.global_step)
+        other = make_trainer(kind(), devices=1, max_steps=7)  # reads it too
+        other.fit(Trained(), ckpt_path=middle, weights_only=False)
         trainer.save_checkpoint(f"{folder}/after.ckpt")
-        found[form] = names, module.losses, resumed, holds_shards(middle), others
+        found[form] = names, module.losses, resumed, holds_shards(middle), other.global_step
     return found
 
 
 def test_in_memory() -> None:
     (found,) = on_ranks(in_memory, world_size=1)
-    for form, (names, losses, resumed, is_folder, others) in found.items():
+    for form, (names, losses, resumed, is_folder, other) in found.items():
         assert names == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
-        assert resumed == pytest.approx(losses[6:], rel=1e-5) and others == [7, 7]
+        assert resumed == pytest.approx(losses[6:], rel=1e-5) and other == 7
         assert is_folder == (form == "sharded")
 
 

@@ -120,7 +120,7 @@ def fit(
         max_epochs=2,
         **options,
     )
-    data = torch.randn(8 * SETTLED, 4, generator=torch.Generator().manual_seed(3))
+    data = torch.randn(6 * SETTLED, 4, generator=torch.Generator().manual_seed(3))
     with forced(FREE):
         trainer.fit(
             module,

@@ -69,14 +69,14 @@ def fit(rank: int, data: int, storage: str, folder: Path) -> Any:
         topt_trainer(plan(data, storage), max_epochs=2, gradient_clip_val=0.5),
         Counted(),
     )
-    trainer.fit(module, loader(8 // data, length=32), loader(8 // data, length=16))
+    trainer.fit(module, loader(8 // data, length=16), loader(8 // data, length=16))
     trainer.save_checkpoint(folder / "topt.ckpt")
     losses, metrics = (
         module.losses,
         {name: float(value) for name, value in trainer.callback_metrics.items()},
     )
-    tested = trainer.test(module, loader(8 // data, length=32), verbose=False)[0]["test_loss"]
-    predicted = trainer.predict(module, loader(8 // data, length=32))
+    tested = trainer.test(module, loader(8 // data, length=16), verbose=False)[0]["test_loss"]
+    predicted = trainer.predict(module, loader(8 // data, length=16))
     assert predicted is not None
     return (
         losses,
@@ -92,7 +92,7 @@ def in_order() -> DataLoader[Any]:
     """The order of Lightning's distributed sampler for one rank, whose batches are those of several
     together.
     """
-    data = Tokens(32)
+    data = Tokens(16)
     return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
 
 
@@ -106,18 +106,18 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
     trainer.save_checkpoint(file)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     del metrics["train_loss"]  # of the last batch of a rank, as under ddp
-    tested = trainer.test(module, loader(8, length=32), verbose=False)[0]["test_loss"]
+    tested = trainer.test(module, loader(8, length=16), verbose=False)[0]["test_loss"]
     return module.losses, metrics, module.logged, tested, dict(module.state_dict()), file
 
 
-@pytest.mark.parametrize(("data", "storage"), [(1, "ddp"), (2, "zero1"), (2, "zero3")])
+@pytest.mark.parametrize(("data", "storage"), [(1, "ddp"), (2, "zero3")])
 def test_a_fit_is_that_of_one_process(
     data: int, storage: str, one_process: Any, tmp_path: Path
 ) -> None:
     losses, metrics, counted, tested, state, file = one_process
     results = on_ranks(fit, data, storage, tmp_path, world_size=2 * data)
     for own_losses, own_metrics, own_counted, own_tested, shapes, own_state in results:
-        # Sums in another order, which 16 steps of Adam let grow.
+        # Sums in another order, which steps of Adam let grow.
         assert own_losses == pytest.approx(losses, rel=1e-3)
         del own_metrics["train_loss"]
         assert own_metrics == pytest.approx(metrics, rel=1e-3)
@@ -144,13 +144,13 @@ def found(rank: int, given: Any) -> Any:
     mesh = read_plan_option(given)
     assert isinstance(mesh, MeshPlan)
     parts = mesh.mesh(trainer.world_size, num_nodes=1).data_parallel_size
-    trainer.fit(module, loader(8 // parts, length=32))
+    trainer.fit(module, loader(8 // parts, length=16))
     return module.losses, trainer.strategy.parallel_plan.to_dict()
 
 
 MESHES: dict[int, list[Any]] = {
     2: ["tensor+recompute", "tensor_sequence", "context+recompute"],
-    4: ["tensor_2d+recompute", {"mesh": {"data": 2, "tensor": 2}}],
+    4: ["tensor_2d+recompute"],
 }
 
 
@@ -204,7 +204,7 @@ def link(rank: int, folder: Path, numbers: list[int]) -> Any:
         )
         parts = ranks if not isinstance(given, dict) else given["mesh"][0]["size"]
         before = str(folder / f"{number - 1}.ckpt") if number else None
-        trainer.fit(module, loader(8 // parts, length=32), ckpt_path=before)
+        trainer.fit(module, loader(8 // parts, length=16), ckpt_path=before)
         trainer.save_checkpoint(folder / f"{number}.ckpt")
         losses += module.losses
         found = {name: value.clone() for name, value in module.state_dict().items()}

@@ -374,7 +374,8 @@ def _digest(content: object) -> str:
 def writer_of(folder: Place) -> FileSystemWriter:
     """Return what writes this rank's files."""
     if isinstance(folder, RemotePath):
-        return FsspecWriter(str(folder), sync_files=False)
+        remote: FileSystemWriter = FsspecWriter(str(folder), sync_files=False)
+        return remote
     return FileSystemWriter(folder)
 
 

@@ -19,6 +19,12 @@ from _pytest.assertion import rewrite
 # The process that gives out the tests imports this too, and has no use for torch.
 from tests.preloaded import load_for_forks, preloaded_python, preloaded_topt
 
+ROOT = Path(__file__).parents[1]
+# What compiles kernels, in a new checkout while the tests are collected.
+COMPILES = (
+    "from tests.launch import load_kernels; load_kernels()",
+    "from tests.plan import test_pipelines as t; t.search_plans(t.make_request())",
+)
 # Tests of ranks and programs, longest first, come before all others: none of them is left when the
 # other processes have nothing to do. What calls compiled kernels comes last in the second half,
 # when the first half has compiled them.
@@ -43,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.tx = [f"popen//python={preloaded_topt()}"] * len(config.option.tx)
         with subprocess.Popen([preloaded_topt(), "-c", ""]):  # imports begin
             rewrite_tests(config)
+        for code in COMPILES if not any((ROOT / "lightning_topt").rglob("*.nbi")) else ():
+            config.add_cleanup(subprocess.Popen([preloaded_topt(), "-c", code], cwd=ROOT).wait)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -142,6 +150,16 @@ def measurements_are_kept_apart(tmp_path_factory: pytest.TempPathFactory) -> Ite
         calibrate = importlib.import_module("lightning_topt.costs.calibrate")
         patch.setattr(calibrate, "is_busy", lambda share, **_: False)
         yield
+
+
+@pytest.fixture
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calibrations in this process and its forks take small messages and little work."""
+    calibrate: Any = importlib.import_module("lightning_topt.costs.calibrate")
+    monkeypatch.setattr(calibrate, "SIZES", tuple(4 << shift for shift in (8, 12, 14, 18)))
+    monkeypatch.setattr(calibrate, "_WORK_SECONDS", 1e-3)
+    monkeypatch.setitem(calibrate._MATRIX_SIZES, "cpu", (64, 128))
+    monkeypatch.setitem(calibrate._BYTES_MOVED, "cpu", 1 << 20)
 
 
 @pytest.fixture(scope="module")

@@ -88,13 +88,9 @@ FORMS = [
     Form(r"^topt predict .*runs=", "compose", (), "reads records of runs (tests/cli/test_predict)"),
     Form(r"^topt .*plan=\S+\.yaml", "compose", (), "reads a plan file (tests/cli/test_predict)"),
     Form(r"^topt train .*schedule=continuous", "compose", (), "snippets of these pages train it"),
+    Form(r"^topt train .*gradient_exchange=", "compose", (), "tests/cli/test_exchange trains so"),
+    Form(r"^topt train .*optimizer_step=", "compose", (), "tests/cli/test_optimizer_step does it"),
     Form(r"^topt calibrate", "compose", (), "measures for half a minute (tests/cli/test_main)"),
-    Form(
-        r"^topt plan .*(cluster=\S*\dx\d|mesh=)",
-        "read",
-        (),
-        "searches plans of 8 to 1,024 devices for seconds to minutes (tests/cli run such searches)",
-    ),
     Form(r"^topt train -m ", "skip", (), "starts ranks for each job (engines/test_sweeps)"),
     Form(r"^pip ", "skip", (), "needs a package registry"),
     Form(r"^make ", "skip", (), "takes minutes; what it runs is in the Makefile"),
@@ -107,14 +103,16 @@ FORMS = [
     # what is
     Form(r"^topt (--version|--help|-\w+|\w+ --(cfg|help))", "run", (), RUN),
     Form(
-        r"^topt plan .*(model=gpt|experiment=byte_lm)",
+        r"^topt plan model=gpt cluster=local_cpu ",
         "run",
-        (*TINY_MODEL, "tensor=false", "pipeline=false", "cluster=local_cpu"),
+        (*TINY_MODEL, "tensor=false", "pipeline=false"),
         RUN,
     ),
+    Form(r"^topt plan ", "read", (), "README's runs; searches take seconds to minutes (tests/cli)"),
+    Form(r"^topt verify .*nodes=64", "read", (), "README's runs"),
     Form(r"^topt verify ", "run", TINY_MODEL, RUN),
     Form(r"^topt predict ", "run", TINY_MODEL, RUN),
-    Form(r"^topt train .*data=cached", "run", TINY_FIT, RUN),
+    Form(r"^topt train .*data=cached", "run", (*TINY_MODEL[:3], *TINY_FIT), RUN),
     Form(r"^topt train ", "run", (*TINY_MODEL, *TINY_FIT), RUN),
 ]
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -19,6 +19,7 @@ import torch
 
 import topt_console
 from lightning_topt.cli import calibrate, plan, predict, train, verify, what_if
+from lightning_topt.cli.example_step import ModelSetup
 from tests.launch import free_port, torchrun_environment
 
 IMPORTED = (calibrate, plan, predict, train, verify, what_if)
@@ -31,17 +32,20 @@ class Ended(NamedTuple):
     output: str
 
 
-def forked_topt(*words: str, folder: Path, ranks: int = 1) -> Ended:
+def forked_topt(*words: str, folder: Path, ranks: int = 1, reads_only: bool = False) -> Ended:
     """Do what the console script does, in `folder`, on so many `ranks`; how rank 0 ended.
 
     One that takes too long has the status -14.
     """
+    return forked_ranks(partial(console, words, reads_only), ranks, folder=folder)[0]
 
-    def main() -> None:
-        sys.argv = ["topt", *words]
-        topt_console.main()
 
-    return forked_ranks(main, ranks, folder=folder)[0]
+def console(words: Sequence[str], reads_only: bool) -> None:
+    """Do what the console script does; what `reads_only` ends before a step is captured."""
+    if reads_only:
+        ModelSetup.capture = lambda *_, **__: sys.exit(0)  # type: ignore[method-assign]
+    sys.argv = ["topt", *words]
+    topt_console.main()
 
 
 def finished(ended: Ended) -> str:

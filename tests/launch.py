@@ -30,30 +30,35 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.communication.bounded_loss.exchange import load_kernels as load_datagram_kernels
+from lightning_topt.communication.node.node_kernels import (
+    announce,
+    gather_ranks,
+    load_word,
+    sum_ranks,
+)
 from lightning_topt.communication.selection import warm_up
 from lightning_topt.techniques.technique import forget_meshes
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
+@functools.cache
 def load_kernels() -> None:
     """Compile what ranks call, or read it from the disk: once, rather than in each rank.
 
-    While one process of a test run compiles, half a minute in a new checkout, the others go on
-    without, and read later what it has written.
+    One process of a test run compiles, half a minute in a new checkout, for which others wait.
     """
     with open(__file__) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        _load_kernels()
-
-
-@functools.cache
-def _load_kernels() -> None:
-    warm_up()
-    load_datagram_kernels()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        warm_up()
+        load_datagram_kernels()
+        word, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
+        for dtype in (np.float32, np.uint16, np.int16):  # the last two for those of 16 bits
+            received = np.zeros((1, 1), dtype)
+            sum_ranks(np.zeros(0, np.float32), np.zeros(0, dtype), none, none, 0, received, 0)
+        gather_ranks(none, none, none, none, 0, 0)
+        address = int(word.ctypes.data)
+        announce(address, load_word(address))
 
 
 def free_port() -> int:

@@ -58,6 +58,7 @@ LIBRARIES = (
         "torch.distributed.checkpoint",
         "torch.distributed.optim",
         "torch.distributed.run",
+        "torch.distributed.algorithms.ddp_comm_hooks",
         "torch.utils.data",
         "torch.fx.experimental.proxy_tensor",
         "lightning.pytorch",
@@ -80,6 +81,8 @@ LIBRARIES = (
         "sklearn.datasets",
     ),
 )
+# those that need not be there
+OTHERS = ("transformers.models.gpt2.modeling_gpt2", "peft", "pytorch_optimizer")
 # descriptors of a program are below, where they rest while they are put in their places above
 HIGH = 500
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -139,7 +142,7 @@ def start_server() -> None:
         client = Path(f"{executable}{end}")
         client.write_text(CLIENT.format(**names, address=f"{address}{end}"))
         client.chmod(0o755)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
     environment.pop("PYTHONPATH", None)  # a program has what its own environment says
     # Libraries may lie where only this process looks for them.
     command = [sys.executable, __file__, str(address), str(executable), json.dumps(sys.path)]
@@ -219,6 +222,9 @@ def import_libraries(search_path: tuple[str, ...]) -> None:
     with _found_on(search_path):
         for library in LIBRARIES:
             importlib.import_module(library)
+        for library in OTHERS:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(library)
     load_for_forks()
 
 

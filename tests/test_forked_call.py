@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Generator
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from lightning_topt.basics.forked_call import ForkedCall, ForkedTalk
+from tests.preloaded import preloaded_topt
 
 
 def test_the_result_comes_while_the_process_goes_on() -> None:
@@ -136,7 +136,7 @@ def test_a_copy_of_a_process_whose_tensors_had_threads_can_compute() -> None:
         ones.add_(1)
         print(ForkedCall(lambda: float(ones.add(1).sum()), isolated=True).result())
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
+    command = [preloaded_topt(), "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == str(3.0 * (1 << 20)), result.stderr
 

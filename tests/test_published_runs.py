@@ -178,6 +178,7 @@ llama3_8b,llama,h100_96gb_hbm2e_500w,8,1,1,8,1,8192,2,16,selective(op),FULL_SHAR
 
 def test_published_tables_are_read(tmp_path, predict):
     path, out = tmp_path / "published.csv", tmp_path / "out.csv"
+    header, *lines = PUBLISHED.splitlines(keepends=True)
     path.write_text(PUBLISHED)
     first, second, third = read_run_file(path).runs
     assert first.level == 3 and first.model == model_named("mpt-1b") and not first.fused
@@ -185,6 +186,7 @@ def test_published_tables_are_read(tmp_path, predict):
     assert second.attention == "softmax" and second.stages_per_rank == 1
     assert third.recompute.operators and third.fused and third.model.key_heads == 8
     # each on the machine that it names
+    path.write_text("".join([header, lines[0], lines[2]]))
     code, output = predict(path, "--out", out)
     assert code == 0 and "for rows on h100_96gb_hbm2e_500w" in output
     found = [*csv.DictReader(out.open())]

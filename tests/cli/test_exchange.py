@@ -19,6 +19,7 @@ SHORT = [
     "model.hidden=32",
     "trainer.max_epochs=1",
     "trainer.limit_train_batches=12",
+    "trainer.limit_val_batches=2",
     "trainer.log_every_n_steps=2",
 ]
 

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.forked_command import forked_ranks
 from tests.preloaded import preloaded_python
 
@@ -89,21 +87,8 @@ if __name__ == "__main__":
 }
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            ["+topt/strategy@trainer.strategy=topt", "+topt/cluster=local_cpu"],
-            "RAN Net AutoParallelStrategy 6",
-        ),
-        (
-            ["+topt/strategy@trainer.strategy=topt_compressed", "trainer.strategy.method=bf16"],
-            "RAN Net CompressedDDPStrategy 6",
-        ),
-    ],
-    ids=["topt", "topt_compressed"],
-)
-def test_a_template_app_trains_its_own_model(overrides, said, tmp_path):
+def test_a_template_app_trains_its_own_model(tmp_path):
+    overrides = ["+topt/strategy@trainer.strategy=topt", "+topt/cluster=local_cpu"]
     for name, text in TEMPLATE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -115,7 +100,7 @@ def test_a_template_app_trains_its_own_model(overrides, said, tmp_path):
         runpy.run_path("template.py", run_name="__main__")
 
     for status, output in forked_ranks(main, 2, folder=tmp_path):
-        assert status == 0 and said in output, output
+        assert status == 0 and "RAN Net AutoParallelStrategy 6" in output, output
 
 
 def test_an_app_without_lightning_pays_nothing(tmp_path):

@@ -1,30 +1,37 @@
-"""What `topt plan` imports."""
+"""`topt` in an interpreter to which nothing was imported: what it imports, and that it works."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from tests.cli.test_main import TINY
+
 ROOT = Path(__file__).parents[2]
 # read by Lightning and transformers for a few names, and by no plan
 UNREAD = ("torchmetrics.functional", "scipy.signal", "scipy.stats", "sklearn", "pandas")
-SMALL = (
-    *("model.num_layers=3", "model.hidden=64", "model.seq_len=16", "data.max_bytes=40000"),
-    *("cluster=a100_8x8", "batch_size=64", "pipeline=false", "tensor=false"),
-)
-PLANS = """
-import atexit, sys
+PROGRAM = """
+import os, sys
 import topt_console
-sys.argv = ["topt", *sys.argv[1:]]
-atexit.register(lambda: sys.stderr.write("IMPORTED " + " ".join(sys.modules)))
-topt_console.main()
-"""
-LIGHT = """
-import sys
-from topt_console.light_packages import LightPackages
-sys.meta_path.insert(0, LightPackages())
+
+def topt(*words):
+    sys.argv = ["topt", *words]
+    topt_console.main()
+
+at = sys.argv.index("train")
+plan, train = sys.argv[1:at], sys.argv[at:]
+topt(*plan)
+sys.stderr.write("IMPORTED " + " ".join(sys.modules) + "\\n")
+print("PLANNED", flush=True)
+if not (child := os.fork()):
+    topt(*train)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+
 import torchmetrics, scipy.optimize
 
 # a name or two: nothing else is read
@@ -48,31 +55,33 @@ print("done")
 """
 
 
-def in_python(code: str, *arguments: str, folder: Path) -> tuple[str, str]:
+def test_a_new_interpreter_plans_without_metrics_and_scipy_and_trains_by_the_plan(
+    tmp_path: Path,
+) -> None:
+    """Then light packages are read in full, where more is asked of them."""
+    tiny, path = [*TINY, "trainer.devices=1"], tmp_path / "plan" / "plan.yaml"
+    plan = ["plan", *tiny, "cluster=local_cpu", "strategy.objective=memory"]
+    plan += ["strategy.memory_limit=1GiB", f"hydra.run.dir={path.parent}"]
+    train = ["train", *tiny, f"strategy.plan={path}", "trainer.limit_train_batches=8"]
+    train += [f"hydra.run.dir={tmp_path}/train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     job = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
+        [sys.executable, "-c", PROGRAM, *plan, *train],
+        cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert job.returncode == 0, job.stdout + job.stderr
-    return job.stdout, job.stderr
-
-
-def test_a_plan_imports_no_metrics_and_no_scipy(tmp_path: Path) -> None:
-    output, errors = in_python(PLANS, "plan", *SMALL, "hydra.run.dir=run", folder=tmp_path)
-    errors, _, imported = errors.partition("IMPORTED ")
-    names = set(imported.split())
+    assert job.returncode == 0 and job.stdout.endswith("done\n"), job.stdout + job.stderr
+    errors, _, imported = job.stderr.partition("IMPORTED ")
+    names = set(imported.partition("\n")[0].split())
     assert {"torchmetrics", "lightning.pytorch"} <= names
     assert not names & set(UNREAD)
     # nothing is added where the output is no terminal
-    assert "..." not in errors and "\r" not in errors + output
-    assert (tmp_path / "run" / "plan.yaml").exists()
-
-
-def test_light_packages_are_read_in_full_where_more_is_asked_of_them(tmp_path: Path) -> None:
-    assert in_python(LIGHT, folder=tmp_path)[0] == "done\n"
+    assert "..." not in errors and "\r" not in errors + job.stdout.partition("PLANNED")[0]
+    # the fit
+    record = json.loads((tmp_path / "train" / "run.json").read_text())
+    assert record["plan"]["stages"] == ParallelPlan.load(path).to_dict()["stages"]
+    assert record["predicted"]["peak_bytes"] > 0 and record["strategy"] == "AutoParallelStrategy"

@@ -15,6 +15,7 @@ SHORT = [
     "model.num_layers=1",
     "model.hidden=32",
     "trainer.limit_train_batches=10",
+    "trainer.limit_val_batches=2",
 ]
 
 

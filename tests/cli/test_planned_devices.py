@@ -44,7 +44,10 @@ def test_devices(words: list[str], said: str, ranks: int, tmp_path: Path) -> Non
     (tmp_path / "mine" / "experiment" / "four.yaml").write_text(
         "# @package _global_\ntrainer:\n  devices: 4\n"
     )
-    status, output = forked_topt("plan", *words, *TINY, folder=tmp_path)
+    is_short = len(words) == 1 or "trainer.devices=4" in words
+    status, output = forked_topt("plan", *words, *TINY, folder=tmp_path, reads_only=is_short)
     assert status == 0 and said in output.splitlines(), output
+    if is_short:
+        return
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
     assert plan.mesh.size == ranks and plan.batch_size == 8

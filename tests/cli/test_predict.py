@@ -45,7 +45,6 @@ def topt(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("cluster", "options"),
     [
-        ("a100_8x8", ["device_counts=[8]", "tensor=false", "pipeline=false"]),
         ("a100_8x8", ["mesh={data:2,tensor:2}", "trainer.accumulate_grad_batches=4"]),
         ("a100_8x8", ["mesh={pipeline:2,data:2}", "data.batch_size=16"]),
         ("local_cpu", ["pipeline={stages:2,schedule:zero_bubble}"]),

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
+from tests.cli.test_main import TINY
 from tests.forked_command import forked_topt
 
+SMALL = " ".join(TINY)
+ALONE = f"{SMALL} tensor=false pipeline=false cluster=local_cpu"
 WHOLE = "is at least 1, a whole number; got"
 
 
@@ -27,6 +30,10 @@ WHOLE = "is at least 1, a whole number; got"
         ("plan strategy.cluster=twice.yaml", "the key 'num_nodes' stands twice, again in line"),
         ("plan strategy.memory_limt=2GiB", "does not take 'memory_limt'"),
         ("plan strategy.plan=zero1", "such as 'mesh={data:2,tensor:4}'"),
+        ("train +trainer.colour=red", "colour"),
+        (f"plan {ALONE} strategy.memory_limit=1KiB", "memory"),
+        (f"plan {ALONE} device_counts=[2,3]", "cannot be divided evenly over 3 devices"),
+        (f"plan {SMALL} model.num_heads=1 cluster=a100_8x8 mesh={{tensor:7}}", "cut into 7 slices"),
     ],
 )
 def test_one_sentence_and_status_2(words: str, sentence: str, tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def full(device):
     raise torch.OutOfMemoryError("the device is full")
 
 
-def test_two_ranks_measure_the_same_sane_cluster():
+def test_two_ranks_measure_the_same_sane_cluster(monkeypatch):
+    monkeypatch.setattr(calibrations, "_WORK_SECONDS", 2e-3)
     (data, kernels, *first), (other, other_kernels, *second) = run_ranks(on_rank, 2)
     assert data == other and kernels == other_kernels
     said = "planning failed on rank 1: OutOfMemoryError: the device is full"
@@ -91,8 +92,8 @@ def test_two_ranks_measure_the_same_sane_cluster():
     assert all(0 < value < 1 for value in kernels.values())
 
 
-def test_one_process_needs_no_group():
-    cluster = calibrate(budget_seconds=0.3)
+def test_one_process_needs_no_group(short_measurements):
+    cluster = calibrate(budget_seconds=0.1)
     assert cluster.num_devices == 1 and not cluster.collectives and cluster.overlap == 0
     assert str(os.getpid()) not in cluster.source and "1 rank(s)" in cluster.source
     assert Cluster.from_dict(cluster.to_dict()) == cluster
@@ -105,7 +106,7 @@ def inter_on_rank(rank, collectives):
     return cluster
 
 
-def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
+def test_several_ranks_on_two_nodes_measure_the_link_inside_too(short_measurements):
     two = COLLECTIVES[:2]  # every kind of group and of collective is timed below
     clusters = run_ranks(inter_on_rank, 4, two)
     cluster = clusters[0]
@@ -176,7 +177,7 @@ def timers_on_rank(rank):
         return found, values, {key: timer() for key, timer in timers.items()}
 
 
-def test_every_kind_of_group_is_timed_in_its_own_ranks():
+def test_every_kind_of_group_is_timed_in_its_own_ranks(short_measurements):
     for rank, (found, values, times) in enumerate(run_ranks(timers_on_rank, 4)):
         assert found == {
             group: next(ranks for ranks in ranks_of_groups(group, 4) if rank in ranks)
@@ -206,7 +207,7 @@ def states():
     return *generators, torch.is_grad_enabled(), torch.get_default_dtype()
 
 
-def test_generators_and_modes_are_as_before():
+def test_generators_and_modes_are_as_before(short_measurements):
     drawn = Kernel("aten.rand.default", encode_arguments(([4],), {}), Amount(), Amount(16))
     op = Op("o", "X", "", "", (), (), (drawn,), (), Amount())
     before = states()
@@ -260,7 +261,7 @@ def test_repeating_is_bounded_by_rounds_and_by_time():
     assert fastest(repeat_parts({"a": part(*never)}, seconds_left=lambda: -1.0)["a"]) == {"t": 0.5}
 
 
-def test_a_calibration_among_other_programs_is_marked(monkeypatch):
+def test_a_calibration_among_other_programs_is_marked(monkeypatch, short_measurements):
     monkeypatch.setattr(calibrations, "is_busy", lambda share, **_: share > 0.2)
     monkeypatch.setattr(calibrations.CoreWait, "share", lambda self: 0.4)
     cluster = calibrate(budget_seconds=0.1)

@@ -118,7 +118,7 @@ def on_rank(rank, directory):
     return results, lines
 
 
-def test_ranks_have_the_same_numbers_and_rank_0_tells(tmp_path):
+def test_ranks_have_the_same_numbers_and_rank_0_tells(tmp_path, short_measurements):
     (first, lines), (second, others) = run_ranks(on_rank, 2, tmp_path)
     assert first == second and first[0] == first[1]
     assert len(lines) == 2 and others == []
@@ -129,7 +129,7 @@ def changed_on_rank(rank, directory):
     """What a start says, and the seconds of an exchange before and after it, where those in the
     file are of a link that is much faster or slower.
     """
-    measurements.calibrate = partial(measurements.calibrate, budget_seconds=0.2)
+    measurements.calibrate = partial(measurements.calibrate, budget_seconds=0.1)
     told = []
     for factor in (1e-3, 1e3):
         found = Measurements.open(directory=directory)
@@ -147,7 +147,7 @@ def changed_on_rank(rank, directory):
     return told
 
 
-def test_a_link_that_has_changed_is_measured_again(tmp_path):
+def test_a_link_that_has_changed_is_measured_again(tmp_path, short_measurements):
     first, second = run_ranks(changed_on_rank, 2, tmp_path)
     for (lines, seconds), (_, others) in zip(first, second, strict=True):
         assert seconds == others and seconds[0] / 100 < seconds[1] < 100 * seconds[0]

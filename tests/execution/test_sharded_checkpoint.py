@@ -31,8 +31,7 @@ from tests.launch import run_ranks
 
 OPTIMIZER = "foreach SGD and RMSprop"
 # every level on both meshes, and every level of loose parameters
-LAYOUTS = ("all of them", "loose parameters hybrid", "hybrid alone", "one axis")
-LAYOUTS += ("loose parameters sharded",)
+LAYOUTS = ("all of them", "hybrid alone", "one axis", "loose parameters sharded")
 
 
 def make(plan: ParallelPlan, optimizer: str = OPTIMIZER) -> tuple[Engine, Net, list[Any]]:
@@ -85,7 +84,7 @@ def on_two_ranks(
     rank: int,
     folder: Path,
     before: str = "all of them",
-    levels: tuple[int, ...] = (0, 1, 2, 3),
+    levels: tuple[int, ...] = (0, 1, 3),
     optimizer: str = OPTIMIZER,
 ) -> Any:
     """Read a folder under each level, make one step, and save, also once released."""
@@ -194,7 +193,7 @@ def test_states_at_owners_of_parameters(folder: Path) -> None:
     saved = run_ranks(save_owned, 4, folder)[0]
     sizes = [path.stat().st_size for path in (folder / "owned").rglob("*.distcp")]
     assert len(sizes) == 4 and max(sizes) < 0.5 * sum(sizes)
-    two = run_ranks(on_two_ranks, 2, folder, "owned", (0, 1, 3), WHOLE)[0]
+    two = run_ranks(on_two_ranks, 2, folder, "owned", (1, 3), WHOLE)[0]
     for level, (loaded, after) in two.items():
         assert_equal(loaded, saved, **EXACTLY)
         assert_equal(after, continued(saved, ranks=2, optimizer=WHOLE), **CLOSELY)

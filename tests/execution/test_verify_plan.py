@@ -134,7 +134,6 @@ def plans_on(ranks):
         more = [(model, mixed_plan(ranks)) for model in ("adapters", "16 bits")]
         return [*(("GPT", plan) for plan in plans), *more]
     plans = [("GPT", plan_of(name, ranks)) for name in ("ddp", "zero2")]
-    plans.append(("GPT", plan_of("zero3", ranks)))
     plans.append(("ConvNet", plan_of("zero3", ranks, blocks=MODELS["ConvNet"][1])))
     plans += [("adapters", plan_of(name, ranks)) for name in ("ddp", "zero1", "zero3")]
     plans += [("16 bits", plan_of(name, ranks)) for name in ("zero2", "zero3")]

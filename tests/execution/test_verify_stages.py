@@ -95,9 +95,9 @@ def test_a_step_is_asked_for() -> None:
     assert "an example of its steps" in problem
 
 
-PLANS = [plan_of(), plan_of(4, schedule="zbv"), plan_of(schedule="zero_bubble")]
+PLANS = [plan_of(), plan_of(4, schedule="zbv")]
 PLANS.append(replace(plan_of(), schedule="continuous", num_microbatches=1))
-DATA_PLANS = [plan_of(data=2), plan_of(data=2, storage="zero1")]
+DATA_PLANS = [plan_of(data=2, storage="zero1")]
 
 
 def observe_all(rank: int, plans: list[ParallelPlan], tied: bool) -> list[Seen]:

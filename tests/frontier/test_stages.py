@@ -92,7 +92,7 @@ def costs(frontier):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ties", [False, True])
 def test_equals_brute_force(schedule, ties):
-    """288 chains in all, of up to 10 blocks and 4 stages, on devices and links that differ."""
+    """216 chains in all, of up to 10 blocks and 4 stages, on devices and links that differ."""
     rng = np.random.default_rng([SCHEDULES.index(schedule), ties])
     sizes = [
         (2, 2, 3),
@@ -106,7 +106,7 @@ def test_equals_brute_force(schedule, ties):
         (5, 5, 2),
     ]
     several = 0
-    for number in range(36):
+    for number in range(27):
         blocks, stages, configs = sizes[number % len(sizes)]
         distinct = 2 if number % 3 == 0 else None
         table = random_stages(
@@ -126,7 +126,7 @@ def test_equals_brute_force(schedule, ties):
                 point.peak_bytes,
             )
         several += len(found.points) > 1
-    assert several > 14
+    assert several > 10
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -20,7 +20,6 @@ from tests.graph.measure import BlockMemory, allocator_peaks, flops_of, run_step
 from tests.models import GPT, MLP, Branching, CalledTwice, ConvNet, DictBatch, batch_for
 
 MODELS = [
-    GPT(),
     GPT(tied=True),
     GPT(dropout=0.1),
     ConvNet(),
@@ -29,7 +28,7 @@ MODELS = [
     CalledTwice(),
     DictBatch(),
 ]
-MODEL_IDS = ["gpt", "gpt-tied", "gpt-dropout", "cnn", "mlp", "branching", "called-twice", "dict"]
+MODEL_IDS = ["gpt-tied", "gpt-dropout", "cnn", "mlp", "branching", "called-twice", "dict"]
 every_model = pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
 
 
@@ -128,7 +127,6 @@ class Sums(Branching):
 WIDE = [
     Sums(8),
     Sums(8, deep=False),
-    GPT(4, 64, 4, 256, 64),
     GPT(4, 64, 4, 256, 64, tied=True),
     GPT(2, 64, 4, 256, 64, dropout=0.1),
 ]
@@ -141,7 +139,6 @@ WIDE += [ConvNet(8), MLP((512, 512, 512, 512)), Branching(256), CalledTwice(256)
     ids=[
         "sums",
         "sums-of-views",
-        "gpt",
         "gpt-tied",
         "gpt-dropout",
         "cnn",

@@ -139,13 +139,10 @@ def resumed_plainly(rank: int, checkpoints: list[bytes]) -> None:
         assert_near(net, plain_run(name, 7)[0], name)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_checkpoints_are_the_unsharded_ones_and_load_at_another_size(
-    before: int, after: int
-) -> None:
-    checkpoints = run_ranks(saved, before)[0]
+def test_checkpoints_are_the_unsharded_ones_and_load_at_another_size() -> None:
+    checkpoints = run_ranks(saved, 2)[0]
     assert len(checkpoints) == len(OPTIMIZERS)
-    run_ranks(resumed, after, checkpoints)
+    run_ranks(resumed, 3, checkpoints)
     run_ranks(resumed_plainly, 1, checkpoints)
 
 

@@ -18,7 +18,7 @@ from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.plan.explanation import explain_stages
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.pipeline_search import PipelineRequest, bounds_of
-from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_simulation import cut_of_plan, peak_bytes_of, stage_bytes
@@ -43,7 +43,7 @@ DEVICE = Device(
 NODES = Cluster(
     "nodes", DEVICE, devices_per_node=4, num_nodes=2, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e8)
 )
-LAYERS = 4
+LAYERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,11 @@ def request_of_gpt() -> SearchRequest:
     )
 
 
+@pytest.fixture(scope="module")
+def found(request_of_gpt: SearchRequest) -> PlanFrontier:
+    return search_plans(request_of_gpt)
+
+
 def split_chains(request: SearchRequest) -> list[tuple[SplitStages, list[PipelineShape]]]:
     assert request.split is not None and request.pipelines is not None
     given = request.pipelines, request.global_batch_size
@@ -75,8 +80,10 @@ def staged(points: Iterable[PlanPoint]) -> list[PlanPoint]:
     ]
 
 
-def test_stages_run_on_tensor_groups_where_that_is_better(request_of_gpt: SearchRequest) -> None:
-    found, without = search_plans(request_of_gpt), search_plans(replace(request_of_gpt, split=None))
+def test_stages_run_on_tensor_groups_where_that_is_better(
+    request_of_gpt: SearchRequest, found: PlanFrontier
+) -> None:
+    without = search_plans(replace(request_of_gpt, split=None))
     best = staged(found.points)
     assert best and not staged(without.candidates)
     assert found.points[0].peak_bytes < without.points[0].peak_bytes
@@ -144,13 +151,9 @@ def test_stages_under_sequence_parallelism_hold_and_send_what_a_count_by_hand_sa
 
 
 def test_plans_under_sequence_parallelism_are_found_saved_and_explained(
-    request_of_gpt: SearchRequest,
+    request_of_gpt: SearchRequest, found: PlanFrontier
 ) -> None:
-    points = [
-        p
-        for p in staged(search_plans(request_of_gpt).points)
-        if placed_layout(p.plan.configs, p.plan.mesh).rules
-    ]
+    points = [p for p in staged(found.points) if placed_layout(p.plan.configs, p.plan.mesh).rules]
     assert points
     for point in points:
         plan = ParallelPlan.from_yaml(point.plan.to_yaml())

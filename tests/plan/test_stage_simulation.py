@@ -37,11 +37,18 @@ from tests.plan.simulated_stages import costs_of_stages, step_of_plan
 from tests.plan.test_pipelines import NODES, make_request
 
 
+@pytest.fixture(scope="module")
+def tied_layers() -> SearchRequest:
+    return make_request(layers=8, tied=True)
+
+
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zbv"]
 )
-def test_a_found_plan_has_the_step_that_it_was_priced_by(schedule: str) -> None:
-    request = make_request(layers=8, tied=True)
+def test_a_found_plan_has_the_step_that_it_was_priced_by(
+    schedule: str, tied_layers: SearchRequest
+) -> None:
+    request = tied_layers
     cluster = replace(NODES, inter=Link(1e-6, 1e11))
     request = replace(
         request, cluster=cluster, pipelines=PipelineRequest(schedule=schedule, microbatches=8)
@@ -143,7 +150,7 @@ def test_gradients_that_wait_for_parameters_are_those_of_a_run() -> None:
 
 # ---- better cuts of ranks with several stages
 
-LAYERS, CHAINS = 8, 15
+LAYERS, CHAINS = 8, 8
 
 
 def random_blocks(of: StageBlocks, rng: np.random.Generator) -> StageBlocks:
@@ -162,8 +169,8 @@ def every_cut(shape: PipelineShape) -> list[StagePoint]:
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zbv", "interleaved_zero_bubble"])
-def test_moves_come_near_the_fastest_of_all_cuts(name: str) -> None:
-    request = replace(make_request(layers=LAYERS), cluster=replace(NODES, inter=Link(1e-6, 1e11)))
+def test_moves_come_near_the_fastest_of_all_cuts(name: str, tied_layers: SearchRequest) -> None:
+    request = replace(tied_layers, cluster=replace(NODES, inter=Link(1e-6, 1e11)))
     whole, rng, gaps = stage_blocks(request), np.random.default_rng(0), []
     shape = PipelineShape(2, 4, name, 2, 8, 2.0)
     for _ in range(CHAINS):

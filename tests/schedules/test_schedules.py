@@ -53,7 +53,7 @@ def is_torch_size(name: str, num_ranks: int, num_microbatches: int) -> bool:
 def test_schedules_are_those_of_torch(name: str) -> None:
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     compared = 0
-    for num_ranks, num_microbatches in itertools.product((2, 3, 4, 6), (1, 2, 3, 5, 6, 8, 10)):
+    for num_ranks, num_microbatches in itertools.product((2, 3, 4), (1, 2, 3, 6, 8)):
         for stages in (SCHEDULES[name].least_stages, 3)[
             : 1 + (SCHEDULES[name].most_stages is None)
         ]:
@@ -69,7 +69,7 @@ def test_schedules_are_those_of_torch(name: str) -> None:
             last = len(theirs) - (name == "1f1b")
             assert [list(actions) for actions in ours.actions[:last]] == theirs[:last]
             compared += 1
-    assert compared >= 18
+    assert compared >= 9
 
 
 def sizes() -> list[tuple[str, int, int, int]]:

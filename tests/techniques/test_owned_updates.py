@@ -30,7 +30,7 @@ from tests.execution.observed_ranks import cluster_for
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")
-PLANS = ["zero2", "zero3", "hybrid"]
+CASES = [("zero2", "Muon"), ("zero3", "Own"), ("hybrid", "Muon")]
 
 
 class Own(Optimizer):
@@ -123,8 +123,7 @@ def explained(module: Net, plan: ParallelPlan, optimizers: list[Optimizer]) -> E
     return explain(PlanCosts(step), plan.configs)
 
 
-@pytest.mark.parametrize("kind", ["Muon", "Own"])
-@pytest.mark.parametrize("preset", PLANS)
+@pytest.mark.parametrize(("preset", "kind"), CASES)
 def test_exchanges_updates_and_states_are_those_of_ranks(preset: str, kind: str) -> None:
     plan, module = plan_of(preset), Net()
     results = run_ranks(one_step, plan.mesh.size, preset, kind)

@@ -98,9 +98,7 @@ def test_alone_it_keeps_a_deep_queue_short():
     assert sender.row.round_trip < LAN + 3e-3 and sender.lost == 0
 
 
-@pytest.mark.parametrize(
-    ("queue", "first"), [(87, "ours"), (1000, "tcp"), (4000, "ours"), (4000, "tcp")]
-)
+@pytest.mark.parametrize(("queue", "first"), [(87, "ours"), (4000, "tcp")])
 def test_it_shares_with_tcp(queue, first):
     starts = [0.0, 0.5] if first == "ours" else [0.5, 0.0]
     ours, tcp = run_link(

@@ -145,11 +145,11 @@ def _held() -> tuple[list[int], list[tuple[int, int]], list[int], int]:
     gc.collect()
     assert not alive
     del graphs[:]
-    job.train(0, 20, step=step)
-    job.train(0, 20, drain=False)
+    job.train(0, 8, step=step)
+    job.train(0, 8, drain=False)
     held, objects = [], []
     for _ in range(3):
-        job.train(0, 20, drain=False)
+        job.train(0, 8, drain=False)
         held.append(job.run.held_bytes)
         gc.collect()
         objects.append(len(gc.get_objects()))
@@ -218,7 +218,7 @@ def test_a_minibatch_without_a_finite_loss_changes_no_later_norm_to_one(ranks: l
 def test_what_is_held_does_not_grow(ranks: list[Facts]) -> None:
     for stage, found in enumerate(ranks):
         lag = WORLD - 1 - stage
-        assert found.graphs == [min(index, lag) for index in range(20)]
+        assert found.graphs == [min(index, lag) for index in range(8)]
         *steady, drained = found.bytes
         assert len(set(steady)) == 1
         assert max(found.objects[1:]) <= found.objects[0] + 20

@@ -30,7 +30,7 @@ from lightning_topt.schedules.schedules import (
 )
 from tests.execution.pipeline.message_queues import Compute, Operation, Receive, Send, Wait, seconds
 
-RANKS, MICROBATCHES = range(2, 9), range(1, 17)
+RANKS, MICROBATCHES = (2, 3, 4, 5, 8), (*range(1, 9), 12, 16)
 TRAINED = LeafSpec((2, 3), (3, 1), torch.float32, True)
 SECONDS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 TRANSFERS = (0.1, 0.2)  # seconds of a message

@@ -11,7 +11,7 @@ from tests.launch import run_ranks
 
 BY_NAME = {plan.name: plan for plan in PLANS}
 # tests/execution/test_nccl_order.py has others, where works wait as over NCCL
-FAST = {"U-Net": "zbv 4", "T5": "gpipe 4"}
+FAST = {"T5": "gpipe 4"}
 
 
 def parts(rank: int) -> Any:

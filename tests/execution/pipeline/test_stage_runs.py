@@ -26,7 +26,7 @@ STEPS = 2
 
 class Case(NamedTuple):
     """A model under a plan; `sizes` are the samples of each microbatch of a data rank, `clip` a
-    norm.
+    norm. `evaluates`: once trained.
     """
 
     model: str
@@ -35,6 +35,7 @@ class Case(NamedTuple):
     clip: float | None = None
     accumulate: int = 1
     frozen: tuple[str, ...] = ()
+    evaluates: bool = False
 
 
 class Outcome(NamedTuple):
@@ -47,7 +48,7 @@ class Outcome(NamedTuple):
     state: dict[str, Tensor]
     optimizer_state: dict[str, Any]
     norms: list[float]
-    logits: Tensor
+    logits: Tensor | None
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -129,7 +130,7 @@ def train(rank: int, case: Case) -> tuple[Outcome, dict[str, Any]]:
     kept = sum(t.numel() for values in optimizer.state.values() for t in values.values() if t.dim())
     model.eval()
     engine.sync_buffers()
-    logits = engine.evaluate(tokens(1)[0], logits_of)
+    logits = engine.evaluate(tokens(1)[0], logits_of) if case.evaluates else None
     state = {name: value.clone() for name, value in engine.module_state().items()}
     optimizer_state = copy.deepcopy(engine.optimizer_state(optimizer))
     engine.release()
@@ -157,23 +158,21 @@ def run_cases(rank: int, cases: Sequence[Case]) -> list[Any]:
 
 SENT_WHOLE = TopK(density=1.0)
 CASES: dict[str, Case] = {
-    "interleaved": Case("skips", plan_of(2, "interleaved", stages=4)),
+    "interleaved": Case("skips", plan_of(2, "interleaved", stages=4), evaluates=True),
     "interleaved_zero_bubble dropout": Case(
         "dropout", plan_of(2, "interleaved_zero_bubble", stages=4)
     ),
-    "1f1b_overlapped batch norm": Case("normed", plan_of(2, "1f1b_overlapped")),
+    "1f1b_overlapped batch norm": Case("normed", plan_of(2, "1f1b_overlapped"), evaluates=True),
     "one microbatch": Case("plain", plan_of(2, "1f1b"), sizes=(4,)),
-    "accumulated": Case("tied", plan_of(2, "zbv", stages=4), accumulate=2, clip=0.1),
-    "recomputed": Case("dropout", plan_of(2, "zero_bubble", recompute=True)),
+    "accumulated": Case(
+        "tied", plan_of(2, "zbv", stages=4), accumulate=2, clip=0.1, evaluates=True
+    ),
+    "recomputed": Case("dropout", plan_of(2, "zero_bubble", recompute=True), evaluates=True),
     "frozen": Case(
         "tied", plan_of(2, "1f1b"), frozen=("embed.weight", "positions", "blocks.0.0.weight")
     ),
-    "unused": Case("spare", plan_of(2, "gpipe", data=2)),
-    "data zero bubble": Case("skips", plan_of(2, "interleaved_zero_bubble", stages=4, data=2)),
+    "unused": Case("spare", plan_of(2, "gpipe", data=2), evaluates=True),
     "data batch norm": Case("normed", plan_of(2, "1f1b", data=2), sizes=(3, 3, 2)),
-    "data sent whole": Case(
-        "tied", replace(plan_of(2, "1f1b", data=2), gradient_exchange=SENT_WHOLE), clip=0.1
-    ),
     "data, looped_bfs": Case("tied", plan_of(2, "looped_bfs", stages=4, data=2), accumulate=2),
     "data first, sent whole": Case(
         "skips",
@@ -182,16 +181,13 @@ CASES: dict[str, Case] = {
             gradient_exchange=SENT_WHOLE,
         ),
         accumulate=2,
+        clip=0.1,
     ),
     "zero1": Case("tied", plan_of(2, "1f1b", data=2, storage="zero1"), clip=0.1),
     "tensor 2": Case("tied", plan_of(2, "1f1b", tensor=2), clip=0.1, accumulate=2),
-    "tensor 2 zbv": Case(
-        "skips", plan_of(2, "zbv", stages=4, tensor=2, recompute=True), sizes=(3, 3, 2), clip=0.1
-    ),
     "tensor 2 handed zero bubble": Case(
-        "handed", plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2)
+        "handed", plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2), evaluates=True
     ),
-    "tensor 2 rows": Case("tied", plan_of(2, "1f1b", tensor=2, rows=True), clip=0.1, accumulate=2),
     "tensor 2 rows zbv, uneven": Case(
         "skips",
         plan_of(2, "zbv", stages=4, tensor=2, recompute=True, rows=True),
@@ -231,7 +227,8 @@ def test_stages_equal_one_process(
             of_rank = own_slice(expected.gradients[parameter], gradient.shape, facts["tensor_rank"])
             close({parameter: gradient}, {parameter: of_rank}, atol=1e-6)
         close(facts["whole"], expected.state)
-        torch.testing.assert_close(outcome.logits, expected.logits, rtol=1e-4, atol=1e-5)
+        if case.evaluates:
+            torch.testing.assert_close(outcome.logits, expected.logits, rtol=1e-4, atol=1e-5)
     assert set().union(*(outcome.gradients for outcome, _ in ranks)) == expected.gradients.keys()
     close(ranks[0][0].state, expected.state)
     assert all(outcome.state == {} for outcome, _ in ranks[1:])

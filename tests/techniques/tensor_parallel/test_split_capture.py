@@ -147,7 +147,7 @@ def test_a_layer_moves_what_megatrons_does() -> None:
 
 def test_calls_left_out_are_those_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def graph() -> OpGraph:
-        return split_graph(GPT(layers=8, width=WIDTH, heads=HEADS), tokens(), MEGATRON)[1]
+        return split_graph(GPT(layers=6, width=WIDTH, heads=HEADS), tokens(), MEGATRON)[1]
 
     short = graph()
     monkeypatch.setattr(step_run, "repeated_layers", lambda *args, **kwargs: ())

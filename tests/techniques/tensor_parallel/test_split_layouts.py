@@ -82,7 +82,7 @@ LEFT_OUT = {
     "tensor_sequence": ("llama",),
     "context": ("perceptron", "gpt2"),
     "tensor_2d": ("llama",),
-    "tensor_3d": ("gpt2",),
+    "tensor_3d": ("llama", "gpt2"),
 }
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from benchmarks.common import RESULTS, machine, mib
 from benchmarks.lab import Lab, LabError, end_on_signals
 from benchmarks.pipelines.shared import plan_of
+from benchmarks.pipelines.simulated_memory import MemoryCosts, peak_bytes
 from benchmarks.tensor.overhead import Layer
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, return_freed_memory, warm_up
@@ -37,7 +38,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_pass import StagePass
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.schedules.schedules import SCHEDULES, Schedule, make_schedule
-from lightning_topt.schedules.timing import StageCosts, simulate
+from lightning_topt.schedules.timing import simulate
 
 RUN = "benchmarks.pipelines.predictions"
 SETTINGS = {
@@ -349,7 +350,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "seconds": statistics.median(
                 max(each) for each in zip(*(f["seconds"] for f in found), strict=True)
             ),
-            "expected_bytes": list(expected.peak_bytes),
+            "expected_bytes": list(peak_bytes(expected)),
             "bytes": [f["peak"] for f in found],
             "passes": {kind: costs.seconds(kind) for kind in KINDS},  # type: ignore[arg-type]
             "transfer": max((costs.transfer_seconds or {}).values(), default=0.0),
@@ -360,7 +361,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def calibrated(
     job: Job, sizes: Sequence[int], *, per_rank: int, splits: bool, nbytes: int
-) -> StageCosts:
+) -> MemoryCosts:
     """Return the costs of stages of so many layers, from short runs. A collective call."""
     whole, split = CALIBRATION[per_rank]
     few, more = (gathered(job.run(whole, sizes, microbatches=count, steps=4)) for count in (4, 6))
@@ -383,7 +384,7 @@ def calibrated(
     seconds_of_edge = transfer_seconds(nbytes)
     edges = {(stage, stage + 1): seconds_of_edge for stage in range(count - 1)}
     crossing = dict.fromkeys(edges, float(nbytes))
-    costs = StageCosts(**seconds, transfer_seconds=edges, transfer_bytes=crossing)  # type: ignore[arg-type]
+    costs = MemoryCosts(**seconds, transfer_seconds=edges, transfer_bytes=crossing)  # type: ignore[arg-type]
     made = make_schedule(whole, num_ranks=job.ranks, num_microbatches=4, stages_per_rank=per_rank)
     of_stages = stage_bytes(made, few, more)
     weights = [

@@ -1,7 +1,7 @@
-"""Seconds and bytes of a step under a schedule: one walk over its passes, for one or many costs.
+"""Seconds of a step under a schedule: one walk over its passes, for one or many costs.
 
     step = simulate(schedule, StageCosts(forward=[1.0, 1.0], backward=[2.0, 2.0]))
-    step.step_seconds, step.bubble_fraction, step.peak_bytes
+    step.step_seconds, step.bubble_fraction
 
 Links are first in, first out, and what a rank sends follows its list of actions. So the passes and
 transfers form a fixed graph whose longest path is the step; no queue of events is needed. The walk
@@ -9,9 +9,9 @@ is found once per schedule (`walk_of`) and then runs over floats (`timed_walk`, 
 arrays (`many_rank_seconds`). Where each stage receives from the one before alone and there is much
 to walk, it is compiled (`timing_kernels`).
 
-`StageCosts` are the seconds and bytes of one microbatch in each stage. `seconds_per_minibatch` is
-the pace of a continuous pipeline in closed form. Memory is added up from what each pass and each
-transfer holds (`memory_curves`); `held_counts` gives the most activations in flight for any sizes.
+`StageCosts` are the seconds of one microbatch in each stage. `seconds_per_minibatch` is the pace of
+a continuous pipeline in closed form. `held_counts` gives the most activations in flight, for any
+sizes.
 
 Forward and backward of different microbatches side by side on one device (BaPipe's FBP, arXiv
 2012.12544) is no list of passes and not simulated: a rank here runs one pass at a time.
@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -44,31 +43,19 @@ _COLUMNS = 64  # sets of costs that compiled code walks at once
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds and bytes of one microbatch in each stage, and of what crosses between stages.
+    """Seconds of one microbatch in each stage, and of what crosses between stages.
 
     All sequences are per stage, (stages,); stages may differ as models and devices do.
 
-    Seconds: `backward_input` and `backward_weight` are needed by schedules that split backward; an
-    `update` takes no time unless given. `transfer_seconds` and `transfer_bytes` are by (source
-    stage, target stage) in the direction of the forward pass. The keys of the former say what
-    stages need of one another; None: each needs the one before, at no cost. Gradients come back
-    along the same edges, in `gradient_seconds` if that differs. Edges between stages of one rank
-    cost nothing.
+    `backward_input` and `backward_weight` are needed by schedules that split backward; an
+    `update` takes no time unless given. `transfer_seconds` are by (source stage, target stage) in
+    the direction of the forward pass. Their keys say what stages need of one another; None: each
+    needs the one before, at no cost. Gradients come back along the same edges, in
+    `gradient_seconds` if that differs. Edges between stages of one rank cost nothing.
 
     With `overlapped` the network runs beside the ranks: one link per pair of ranks and direction
     carries one tensor at a time, in the order in which they were made. Without, a transfer
     occupies the sender after its pass and the receiver before its own.
-
-    Bytes:
-        `static_bytes`: held all the time.
-        `activation_bytes`: from the start of forward to the end of backward (or backward_input),
-            with what was received and what was sent.
-        `weight_bytes`: from the end of backward_input to the end of backward_weight. Autograd
-            keeps the whole graph until then, and gradients of what operators with parameters made.
-        `version_bytes`: of continuous schedules, a copy of weights that an update is to replace
-            but backward passes in flight still need (weight stashing).
-        `forward_bytes`, `backward_bytes`: while a pass runs, beyond those (in either half of a
-            split backward).
     """
 
     forward: Sequence[float]
@@ -78,14 +65,7 @@ class StageCosts:
     transfer_seconds: Mapping[Edge, float] | None = None
     gradient_seconds: Mapping[Edge, float] | None = None
     overlapped: bool = True
-    static_bytes: Sequence[float] | None = None
-    activation_bytes: Sequence[float] | None = None
-    weight_bytes: Sequence[float] | None = None
-    forward_bytes: Sequence[float] | None = None
-    backward_bytes: Sequence[float] | None = None
-    transfer_bytes: Mapping[Edge, float] | None = None
     update: Sequence[float] | None = None
-    version_bytes: Sequence[float] | None = None
 
     def seconds(self, kind: Kind) -> Sequence[float] | None:
         """Return the seconds of a kind of pass, (stages,), None where they are not known."""
@@ -479,13 +459,11 @@ def seconds_per_minibatch(
     return np.asarray(longest)
 
 
-# ---- A simulated step: passes over time, and bytes.
+# ---- A simulated step: passes over time, and what ranks hold.
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
-    """Return when each pass of a step runs and what each rank holds, with these costs.
-
-    Memory is computed when asked for. `step_seconds` gives the time alone.
+    """Return when each pass of a step runs, with these costs. `step_seconds` gives the time alone.
 
     Raises:
         ValueError: for costs that do not fit the schedule.
@@ -504,19 +482,9 @@ class PassSpan(NamedTuple):
     end: float
 
 
-class MemoryCurve(NamedTuple):
-    """Bytes of a rank over time, (points,) each.
-
-    From ``seconds[i]`` on ``nbytes[i]`` are held; an instant may come twice.
-    """
-
-    seconds: NDArray[np.float64]
-    nbytes: NDArray[np.float64]
-
-
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step: its time, its passes, and the memory of each rank."""
+    """A simulated step: its time and its passes."""
 
     schedule: Schedule
     costs: StageCosts
@@ -554,124 +522,6 @@ class Simulation:
         """The share of all ranks' time in which they run no pass, 0 to 1."""
         total = self.step_seconds * self.schedule.num_ranks
         return 1 - sum(self.busy_seconds) / total if total > 0 else 0.0
-
-    @cached_property
-    def memory(self) -> tuple[MemoryCurve, ...]:
-        """Bytes of each rank over time, (ranks,)."""
-        return memory_curves(self)
-
-    @property
-    def peak_bytes(self) -> tuple[float, ...]:
-        """The most bytes that each rank holds at once, (ranks,)."""
-        return tuple(float(curve.nbytes.max()) for curve in self.memory)
-
-
-def memory_curves(simulation: Simulation) -> tuple[MemoryCurve, ...]:
-    """Return the bytes of each rank over time, (ranks,).
-
-    A received tensor is held from when its transfer starts. An activation is held until its
-    forward starts, where it becomes part of the stage's activations; a gradient until the end of
-    its backward. The sender holds a gradient until it has arrived.
-    """
-    schedule, walk, times = simulation.schedule, simulation.walk, simulation.times
-    changes = _MemoryChanges(schedule, simulation.costs)
-    for step, (rank, action), start, end in zip(
-        walk.steps, walk.actions, times.starts, times.ends, strict=True
-    ):
-        is_forward = action.kind == "forward"
-        # received: until it is part of the activations, or for all of a backward pass
-        for number, _ in step.received:
-            changes.hold_tensor(
-                rank, walk.transfers[number], times.sent[number], start if is_forward else end
-            )
-        changes.run_pass(rank, action, start, end)
-        # the outputs of a forward pass are among its activations
-        if not is_forward:
-            for number, _, _ in step.sent:
-                changes.hold_tensor(rank, walk.transfers[number], end, times.arrived[number])
-    return tuple(changes.curve(rank) for rank in range(schedule.num_ranks))
-
-
-class _MemoryChanges:
-    """Changes of the bytes of each rank, (second, bytes)."""
-
-    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
-        zeros = [0.0] * schedule.num_stages
-        self._activation = costs.activation_bytes or zeros
-        self._weight = costs.weight_bytes or zeros
-        self._forward = costs.forward_bytes or zeros
-        self._backward = costs.backward_bytes or zeros
-        self._crossing = costs.transfer_bytes or {}
-        self._version = costs.version_bytes or zeros
-        self._versions = [_StashedVersions() for _ in zeros]
-        static = costs.static_bytes or zeros
-        self._static = [
-            sum(static[stage] for stage in schedule.stages_of(rank))
-            for rank in range(schedule.num_ranks)
-        ]
-        self._changes: list[list[tuple[float, float]]] = [[] for _ in range(schedule.num_ranks)]
-
-    def run_pass(self, rank: int, action: Action, start: float, end: float) -> None:
-        kind, stage = action.kind, action.stage_index
-        # what is held while the pass runs
-        during = 0.0
-        if kind != "update":
-            during = (self._forward if kind == "forward" else self._backward)[stage]
-        at_start, at_end = during, -during
-        # activations of the stage, and what a split backward keeps for its second half
-        if kind == "forward":
-            at_start += self._activation[stage]
-        elif kind in ("backward", "backward_input"):
-            at_end -= self._activation[stage]
-        if kind == "backward_input":
-            at_end += self._weight[stage]
-        elif kind == "backward_weight":
-            at_end -= self._weight[stage]
-        # copies of weights of other versions
-        stashed = self._versions[stage].change(action) * self._version[stage]
-        at_start, at_end = at_start + max(stashed, 0.0), at_end + min(stashed, 0.0)
-        self._changes[rank] += [(start, at_start), (end, at_end)]
-
-    def hold_tensor(self, rank: int, edge: Edge, start: float, end: float) -> None:
-        nbytes = self._crossing.get(edge, 0.0)
-        if nbytes and end > start:
-            self._changes[rank] += [(start, nbytes), (end, -nbytes)]
-
-    def curve(self, rank: int) -> MemoryCurve:
-        # Return the bytes of a rank.
-        # Changes of one instant keep their order: what ended makes room for what starts.
-        changes = sorted(self._changes[rank], key=itemgetter(0))
-        seconds = np.array([0.0, *(second for second, _ in changes)])
-        return MemoryCurve(
-            seconds, self._static[rank] + np.cumsum([0.0, *(change for _, change in changes)])
-        )
-
-
-class _StashedVersions:
-    """Counts the copies of a stage's weights under weight stashing, action by action.
-
-    A copy is made when an update is to replace weights that a forward pass in flight has used. It
-    is given up after the last backward pass of the minibatches that used them.
-    """
-
-    def __init__(self) -> None:
-        self._used: dict[int, int] = {}  # version by minibatch
-        self._newest = 0
-
-    def change(self, action: Action) -> int:
-        # Return how many copies more there are with this action, -1 to 1.
-        if action.kind == "forward":
-            # a minibatch keeps the version that its forward pass has used
-            self._used[action.microbatch_index] = self._newest
-        elif action.kind in ("backward", "backward_weight"):
-            # the last minibatch that used an old version gives up its copy
-            version = self._used.pop(action.microbatch_index, self._newest)
-            return -1 if version != self._newest and version not in self._used.values() else 0
-        elif action.kind == "update":
-            # a copy is needed where a minibatch in flight has used what is replaced
-            self._newest += 1
-            return int(self._newest - 1 in self._used.values())
-        return 0
 
 
 def held_counts(schedule: Schedule) -> tuple[NDArray[np.int64], ...]:

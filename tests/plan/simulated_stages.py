@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.pipelines.simulated_memory import MemoryCosts
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.stage_blocks import StageBlocks
@@ -18,7 +19,7 @@ from lightning_topt.plan.stage_tables import (
     fixed_costs,
     shape_of_plan,
 )
-from lightning_topt.schedules.timing import Simulation, StageCosts, simulate
+from lightning_topt.schedules.timing import Simulation, simulate
 
 
 def step_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> Simulation:
@@ -29,7 +30,7 @@ def step_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> Simulation:
     return simulate(schedule, costs_of_stages(blocks, shape, cut_of_plan(blocks, plan)))
 
 
-def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) -> StageCosts:
+def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) -> MemoryCosts:
     """Return the seconds and bytes of each stage of a pipeline that is cut so.
 
     What a rank has once (buffers, its batch) counts for the first of its stages. Of a split
@@ -48,7 +49,7 @@ def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) 
     forward, backward, inputs, weights = (
         part[:, 0].tolist() for part in pass_seconds(seconds, shape)
     )
-    return StageCosts(
+    return MemoryCosts(
         forward,
         backward,
         inputs,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from benchmarks.pipelines.simulated_memory import peak_bytes
 from lightning_topt.costs.cluster import Link
 from lightning_topt.execution.pipeline.split_backward import SplitBackward
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
@@ -69,7 +70,7 @@ def test_a_found_plan_has_the_step_that_it_was_priced_by(
             for rank in range(shape.pipeline)
         ]
         assert max(np.array(last) + once) == pytest.approx(point.step_seconds)
-        peak = max(step.peak_bytes)  # with what is under way between ranks
+        peak = max(peak_bytes(step))  # with what is under way between ranks
         assert 0.98 * point.peak_bytes < peak < 1.05 * point.peak_bytes or is_update(
             request, point, peak
         ), shape
@@ -90,7 +91,7 @@ def without_waiting(blocks: StageBlocks, point: PlanPoint) -> float:
     shape, schedule = shape_of_plan(point.plan), simulated_schedule(shape_of_plan(point.plan))
     costs = costs_of_stages(blocks, shape, cut_of_plan(blocks, point.plan))
     assert schedule is not None and costs.activation_bytes is not None
-    return max(simulate(schedule, replace(costs, weight_bytes=costs.activation_bytes)).peak_bytes)
+    return max(peak_bytes(simulate(schedule, replace(costs, weight_bytes=costs.activation_bytes))))
 
 
 class OwnCasts(PipelineShape):

@@ -1,6 +1,4 @@
-"""An event simulation of a pipeline with a clock, a queue per link and live sums of bytes: the twin
-of `simulate`.
-"""
+"""An event simulation of a pipeline with a clock and a queue per link: the twin of `simulate`."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from lightning_topt.schedules.timing import StageCosts
 
 
 class SlowSimulator:
-    """Ranks and links are processes that wake one another; bytes are added and taken off as it
-    happens, and read between instants.
-    """
+    """Ranks and links are processes that wake one another."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.costs = schedule, costs
@@ -35,21 +31,13 @@ class SlowSimulator:
         self.links: dict[tuple[int, int], deque[Any]] = {}
         self.link_busy: set[tuple[int, int]] = set()
         self.now, self.events, self.counter = 0.0, [], itertools.count()
-        static = costs.static_bytes or [0] * len(stages)
-        self.held = [sum(static[s] for s in schedule.stages_of(r)) for r in ranks]
-        self.peak = list(self.held)
-        self.updates = [0 for _ in stages]
-        self.versions: list[dict[int, int]] = [{} for _ in stages]
         self.spans: dict[Action, tuple[float, float]] = {}
 
     def run(self) -> float:
         for rank in range(self.schedule.num_ranks):
             self.wake(rank)
         while self.events:
-            now, _, happen = heapq.heappop(self.events)
-            if now > self.now:
-                self.peak = list(map(max, self.peak, self.held))
-            self.now = now
+            self.now, _, happen = heapq.heappop(self.events)
             happen()
         assert not any(self.work), "hangs"
         return self.now
@@ -85,31 +73,12 @@ class SlowSimulator:
     def at(self, seconds: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + seconds, next(self.counter), happen))
 
-    def add(self, rank: int, nbytes: float) -> None:
-        self.held[rank] += nbytes
-
     def seconds_of(self, tensor: Any) -> float:
         source, target, back, _ = tensor
         table = self.costs.transfer_seconds
         if back and self.costs.gradient_seconds is not None:
             table = self.costs.gradient_seconds
         return 0.0 if table is None else table[source, target]
-
-    def bytes_of(self, tensor: Any) -> float:
-        return (self.costs.transfer_bytes or {}).get(tensor[:2], 0.0)
-
-    def is_held_by_sender(self, tensor: Any) -> bool:
-        """Return whether it counts until it has arrived: outputs of a forward are activations
-        anyway.
-        """
-        return tensor[2]
-
-    def arrive(self, tensor: Any) -> None:
-        self.arrived.add(tensor)
-        self.add(
-            self.ends_of(tensor)[0],
-            -self.bytes_of(tensor) if self.is_held_by_sender(tensor) else 0.0,
-        )
 
     def ends_of(self, tensor: Any) -> tuple[int, int]:
         source, target, back, _ = tensor
@@ -123,10 +92,9 @@ class SlowSimulator:
         if what == "receive":
             if item not in self.started:
                 return
-            self.occupy(rank, self.seconds_of(item), lambda: self.arrive(item))
+            self.occupy(rank, self.seconds_of(item), lambda: self.arrived.add(item))
         elif what == "send":
             self.started.add(item)
-            self.add(self.ends_of(item)[1], self.bytes_of(item))
             self.occupy(rank, self.seconds_of(item), lambda: None)
             self.wake(self.ends_of(item)[1])
         elif self.costs.overlapped and any(
@@ -149,66 +117,23 @@ class SlowSimulator:
 
     def start(self, rank: int, action: Action) -> None:
         stage, costs, begun = action.stage_index, self.costs, self.now
-        forward = action.kind == "forward"
-        extra = (
-            costs.forward_bytes
-            if forward
-            else None
-            if action.kind == "update"
-            else costs.backward_bytes
-        )
-        self.see_versions(rank, action, at_start=True)
-        during = extra[stage] if extra else 0.0
-        if forward:
-            self.held[rank] -= sum(map(self.bytes_of, self.tensors(action, out=False)))
-            self.held[rank] += costs.activation_bytes[stage] if costs.activation_bytes else 0.0
-        self.add(rank, during)
 
         def end() -> None:
             self.spans[action] = begun, self.now
-            self.add(rank, -during)
-            self.see_versions(rank, action, at_start=False)
-            if action.kind in ("backward", "backward_input"):
-                self.add(rank, -sum(map(self.bytes_of, self.tensors(action, out=False))))
-                self.add(rank, -costs.activation_bytes[stage] if costs.activation_bytes else 0.0)
-            if costs.weight_bytes and action.kind in ("backward_input", "backward_weight"):
-                self.add(
-                    rank, costs.weight_bytes[stage] * (1 if action.kind == "backward_input" else -1)
-                )
-            for tensor in self.tensors(action, out=True):
-                self.add(rank, self.bytes_of(tensor) if self.is_held_by_sender(tensor) else 0.0)
-                if costs.overlapped:
-                    self.links.setdefault(self.ends_of(tensor), deque()).append(tensor)
-                    self.pump(self.ends_of(tensor))
+            for tensor in self.tensors(action, out=True) if costs.overlapped else ():
+                self.links.setdefault(self.ends_of(tensor), deque()).append(tensor)
+                self.pump(self.ends_of(tensor))
 
         self.occupy(rank, (getattr(costs, action.kind) or [0.0] * 99)[stage], end)
-
-    def see_versions(self, rank: int, action: Action, *, at_start: bool) -> None:
-        """Hold a copy of every version of the weights, beside the newest, that a pass in flight has
-        used.
-        """
-        of_stage = self.versions[action.stage_index]
-        before = len({*of_stage.values()} - {self.updates[action.stage_index]})
-        if action.kind == "forward" and at_start:
-            of_stage[action.microbatch_index] = self.updates[action.stage_index]
-        elif action.kind == "update" and at_start:
-            self.updates[action.stage_index] += 1
-        elif action.kind in ("backward", "backward_weight") and not at_start:
-            del of_stage[action.microbatch_index]
-        after = len({*of_stage.values()} - {self.updates[action.stage_index]})
-        self.add(
-            rank, (after - before) * (self.costs.version_bytes or [0.0] * 99)[action.stage_index]
-        )
 
     def pump(self, link: tuple[int, int]) -> None:
         if link in self.link_busy or not self.links[link]:
             return
         tensor = self.links[link].popleft()
         self.link_busy.add(link)
-        self.add(link[1], self.bytes_of(tensor))
 
         def end() -> None:
-            self.arrive(tensor)
+            self.arrived.add(tensor)
             self.link_busy.remove(link)
             self.pump(link)
             self.wake(link[1])

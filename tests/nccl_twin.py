@@ -9,6 +9,7 @@ the package does what it does on NCCL. Ranks that wait for one another in a circ
 within the group's time limit.
 
 `share_device` gives a rank's groups one queue, as on a GPU that has room for one kernel at a time.
+As NCCL, it knows few dtypes. Others are refused where they are sent, while the other rank waits.
 
 `wait_for_device` waits for all that this rank has begun, in all groups, as what waits for a whole
 GPU does: `torch.cuda.synchronize`, memory that is freed, a kernel that is loaded.
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 TWIN = "nccl_twin"
 WORKS = (
@@ -52,6 +54,18 @@ WORKS = (
     "send",
     "recv",
 )
+DTYPES = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+DTYPES = (*DTYPES, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_dtypes(tensors: Any, *, takes_complex: bool) -> None:
+    """Raise what NCCL's group raises; collectives take complex numbers for pairs of real ones."""
+    for each in tree_leaves(tensors):
+        is_pair = takes_complex and isinstance(each, torch.Tensor) and each.is_complex()
+        if isinstance(each, torch.Tensor) and each.dtype not in DTYPES and not is_pair:
+            raise TypeError(
+                f"Input tensor data type is not supported for NCCL process group: {each.dtype}"
+            )
 
 
 class TwinWork(dist.Work):
@@ -209,6 +223,7 @@ def _work_of(name: str) -> Callable[..., TwinWork]:
 
     def method(self: TwinGroup, *args: Any, **kwargs: Any) -> TwinWork:
         given = [*args, *kwargs.values()]
+        check_dtypes(given, takes_complex=name not in ("send", "recv"))
         # gloo takes no averages
         averaged = next(
             (each for each in given if getattr(each, "reduceOp", None) == dist.ReduceOp.AVG), None
@@ -243,6 +258,7 @@ def _batch(operations: Sequence[dist.P2POp]) -> list[Any]:
         group = dist.group.WORLD
     if not isinstance(group, TwinGroup):
         return _of_torch(list(operations))
+    check_dtypes([each.tensor for each in operations], takes_complex=False)
 
     def run() -> None:
         works = [

@@ -3,10 +3,11 @@
     value_of_rank    one rank's value, on all ranks
     values_of_ranks  every rank's value, on all ranks, one after the other
     value_for_rank   one rank has a value for each rank
-    pack_value       a value as bytes, for a channel of one's own; `unpack_value`
+    pack_value       a value for a channel of one's own; `unpack_value`
 
 Values are pickled but for their plain tensors, which travel by themselves as bytes (backends do not
-know all dtypes), straight from where they are. A rank's own value is never copied.
+know all dtypes), straight from where they are. A rank's own value is never copied. Where pickles
+travel over gloo, and tensors on the device, no host waits for its device.
 """
 
 from __future__ import annotations
@@ -23,20 +24,28 @@ from torch import Tensor
 from typing_extensions import override
 
 
-def value_of_rank(value: Any, group: dist.ProcessGroup, *, place: int, device: torch.device) -> Any:
+def value_of_rank(
+    value: Any,
+    group: dist.ProcessGroup,
+    *,
+    place: int,
+    device: torch.device,
+    host_group: dist.ProcessGroup | None = None,
+) -> Any:
     """Return the `value` of the rank at this `place` of `group`; there, the value itself.
 
-    A collective call. Raises what pickle raises there.
+    What is in host memory goes by `host_group`, the same ranks on gloo, where there is one. A
+    collective call. Raises what pickle raises there.
     """
     is_own = dist.get_rank(group) == place
-    # First the structure, then the tensors.
-    pickled: list[Any] = [None]
+    # First the structure, with what is on the host, then the tensors.
+    packed: list[Any] = [None]
     tensors: list[Tensor] = []
     if is_own:
-        packer = _Packer(value)
-        pickled, tensors = [(packer.pickled, packer.forms)], packer.tensors
-    dist.broadcast_object_list(pickled, group=group, group_src=place)
-    data, forms = pickled[0]
+        packer = _Packer(value, keeps_host=host_group is not None and device.type != "cpu")
+        packed, tensors = [(packer.pickled, packer.forms)], packer.tensors
+    dist.broadcast_object_list(packed, group=host_group or group, group_src=place)
+    data, forms = packed[0]
     if is_own:
         _broadcast(tensors, group, place, device)
         return value
@@ -70,10 +79,17 @@ def value_for_rank(
     The rank at place `source` of `group` has all of them, in the order of the group; on the other
     ranks `values` is None. A collective call. Raises what pickle raises there.
     """
-    packed = None if values is None else [pack_value(value) for value in values]
+    host = torch.device("cpu")
+    packed = None
+    if values is not None:  # arrays are pickled faster than tensors
+        pairs = [pack_value(value, device=host) for value in values]
+        packed = [(data, elements.numpy()) for data, elements in pairs]
     own: list[Any] = [None]
     dist.scatter_object_list(own, packed, group=group, group_src=source)
-    return unpack_value(own[0], device=device) if values is None else values[source]
+    if values is not None:
+        return values[source]
+    data, elements = own[0]
+    return unpack_value(data, torch.from_numpy(elements), device=device)
 
 
 def check_packs(value: Any) -> None:
@@ -81,28 +97,27 @@ def check_packs(value: Any) -> None:
     _Packer(value)
 
 
-def pack_value(value: Any) -> bytes:
-    """Return `value` as bytes, its tensors among them. Raises what pickle raises."""
-    packer = _Packer(value)
-    elements = [
-        tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        if tensor.numel()
-        else b""
-        for tensor in packer.tensors
-    ]
-    return pickle.dumps((packer.pickled, packer.forms, elements), protocol=pickle.HIGHEST_PROTOCOL)
+def pack_value(value: Any, *, device: torch.device) -> tuple[bytes, Tensor]:
+    """Return `value` as bytes, and the elements of its tensors on `device`, (n,) bytes.
+
+    Raises what pickle raises.
+    """
+    packer = _Packer(value, keeps_host=device.type != "cpu")
+    pieces = [_elements(tensor.to(device)) for tensor in packer.tensors if tensor.numel()]
+    elements = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
+    return pickle.dumps((packer.pickled, packer.forms), pickle.HIGHEST_PROTOCOL), elements
 
 
-def unpack_value(data: bytes, *, device: torch.device) -> Any:
+def unpack_value(data: bytes, elements: Tensor, *, device: torch.device) -> Any:
     """Return the value of `pack_value`; its tensors are on the same type of device as they were."""
-    pickled, forms, elements = pickle.loads(data)
-    tensors = [torch.empty(form.shape, dtype=form.dtype) for form in forms]
-    for tensor, of_tensor in zip(tensors, elements, strict=True):
-        if of_tensor:
-            tensor.view(-1).view(torch.uint8).copy_(
-                torch.frombuffer(bytearray(of_tensor), dtype=torch.uint8)
-            )
-    return _unpickled(pickled, tensors, forms, device)
+    pickled, forms = pickle.loads(data)
+    tensors = [torch.empty(form.shape, dtype=form.dtype, device=elements.device) for form in forms]
+    pieces = elements.split([tensor.nbytes for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        if tensor.numel():
+            _elements(tensor).copy_(piece)
+    placed = [_placed(tensor, form, device) for tensor, form in zip(tensors, forms, strict=True)]
+    return _Unpacker(io.BytesIO(pickled), placed).load()
 
 
 # ---- pickling ------------------------------------------------------------------------------------
@@ -123,12 +138,13 @@ class _Packer(pickle.Pickler):
 
     `pickled` has the number of a tensor in its place; `tensors` (detached) and `forms` have these
     in order. A tensor that is there twice is sent once. What is not plain (sparse, quantized, part
-    of a graph, a subclass) is pickled with the rest.
+    of a graph, a subclass) is pickled with the rest, and with `keeps_host` what is on the host.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, keeps_host: bool = False) -> None:
         file = io.BytesIO()
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._keeps_host = keeps_host
         self.forms: list[_Form] = []
         self._numbers: dict[int, int] = {}
         self._found: list[Tensor] = []  # kept: the id of a temporary one could come again
@@ -142,6 +158,7 @@ class _Packer(pickle.Pickler):
             or value.layout != torch.strided
             or value.is_quantized
             or not value.is_leaf
+            or (self._keeps_host and value.device.type == "cpu")
         ):
             return None
         if id(value) not in self._numbers:
@@ -152,6 +169,14 @@ class _Packer(pickle.Pickler):
             )
         return self._numbers[id(value)]
 
+    @override
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or not value.is_leaf:
+            return NotImplemented
+        # Of a view its own elements alone, not all memory that it is a view of.
+        own = value.detach().clone().requires_grad_(value.requires_grad)
+        return own.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
 
 class _Unpacker(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
@@ -161,13 +186,6 @@ class _Unpacker(pickle.Unpickler):
     @override
     def persistent_load(self, number: int) -> Tensor:
         return self._tensors[number]
-
-
-def _unpickled(
-    pickled: bytes, tensors: Sequence[Tensor], forms: Sequence[_Form], device: torch.device
-) -> Any:
-    placed = [_placed(tensor, form, device) for tensor, form in zip(tensors, forms, strict=True)]
-    return _Unpacker(io.BytesIO(pickled), placed).load()
 
 
 def _placed(tensor: Tensor, form: _Form, device: torch.device) -> Tensor:
@@ -201,5 +219,9 @@ def _broadcast(
     # Send the elements as bytes: backends do not know all dtypes
     for tensor in tensors:
         if tensor.numel():
-            sent = tensor.to(device).contiguous().view(-1).view(torch.uint8)
-            dist.broadcast(sent, group=group, group_src=place)
+            dist.broadcast(_elements(tensor.to(device)), group=group, group_src=place)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    # The memory of `tensor`, or of a copy, as (n,) bytes
+    return tensor.contiguous().view(-1).view(torch.uint8)

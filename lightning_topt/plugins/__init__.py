@@ -24,7 +24,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
 What these use:
 
     why a plan cannot run  requirements
-    a step's result        step_records, microbatches, stashed_gradients
+    a step's result        stage_steps, microbatches
     Lightning              data_parallel_hooks, register
 
 Other plugins:
@@ -45,8 +45,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from lightning_topt.plugins.continuous_steps import ContinuousRunner
     from lightning_topt.plugins.elastic import ElasticRun, check_elastic
     from lightning_topt.plugins.group_steps import GroupRunner
-    from lightning_topt.plugins.pipeline_steps import PipelineRunner, StageSteps
+    from lightning_topt.plugins.pipeline_steps import PipelineRunner
     from lightning_topt.plugins.plan_checkpoints import load_whole, save_file
+    from lightning_topt.plugins.stage_steps import StageSteps
 
 # What only some fits need, and the module that it is imported from at its first use.
 _HOMES = {
@@ -55,7 +56,7 @@ _HOMES = {
     "check_elastic": "elastic",
     "GroupRunner": "group_steps",
     "PipelineRunner": "pipeline_steps",
-    "StageSteps": "pipeline_steps",
+    "StageSteps": "stage_steps",
     "load_whole": "plan_checkpoints",
     "save_file": "plan_checkpoints",
 }

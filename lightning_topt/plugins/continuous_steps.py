@@ -31,20 +31,23 @@ from lightning_topt.communication.value_exchange import pack_value, unpack_value
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.continuous_run import BackwardResult, ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.execution.pipeline.step_flows import parameters_in
+from lightning_topt.execution.pipeline.stage_layout import parameters_in
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.pipeline_steps import StageSteps, check_microbatches, takes_index
-from lightning_topt.plugins.stashed_gradients import Gradients, loss_with_gradients
-from lightning_topt.plugins.step_records import (
+from lightning_topt.plugins.stage_steps import (
+    Gradients,
     LoggedCall,
     MetricChanges,
+    StageSteps,
     StepRecord,
     apply_metric_changes,
+    check_microbatches,
     loss_in,
     loss_of,
+    loss_with_gradients,
     recorded_calls,
     replay,
+    takes_index,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner
 from lightning_topt.weight_prediction import TwoVersions
@@ -95,13 +98,14 @@ class ContinuousRunner(StepRunner):
         own = _MinibatchPasses(
             self._steps, None, 0 if takes_index(self._module) else None, self._traced_calls
         )
-        return Example(own.loss, (self._steps.batches.agreed(batch),))
+        return Example(own.loss, (self._steps.agreed(batch),))
 
     # ---- the loop around it ----------------------------------------------------------------------
 
     @override
     def begin(self, trainer: pl.Trainer) -> None:
         check_microbatches(self.engine)
+        self._undo.enter_context(self._steps.watch_transfers(trainer))
 
     @override
     def begin_training(self, trainer: pl.Trainer) -> None:
@@ -150,8 +154,8 @@ class ContinuousRunner(StepRunner):
         trainer, each = self._module.trainer, self._module.trainer.accumulate_grad_batches
         # Batches are compared when the pipeline is drained: that waits for the other stages.
         batch = (
-            self._steps.batches.agreed(args[0])
-            if self._run.is_drained or self._steps.batches.differ
+            self._steps.agreed(args[0])
+            if self._run.is_drained or self._steps.batches_differ
             else args[0]
         )
         self._modes = [(part, part.training) for part in self._modules]
@@ -161,9 +165,9 @@ class ContinuousRunner(StepRunner):
         self._batches_in_flight[index] = batch
         own = _MinibatchPasses(self._steps, (batch,), args[1] if len(args) > 1 else None)
 
-        def payload() -> bytes:
+        def payload() -> tuple[bytes, Tensor]:
             self._records_here[index] = record = own.record()
-            return pack_value(record)
+            return pack_value(record, device=self._steps.device)
 
         self._returned = self._run.advance(
             own.microbatch,
@@ -174,7 +178,7 @@ class ContinuousRunner(StepRunner):
             remaining=end.batches,
             last_completes=end.updates,
             payload=payload,
-            meets=self._steps.batches.differ,
+            meets=self._steps.batches_differ,
         )
         record = self._log_returned(self._returned)
         if record is None:
@@ -272,7 +276,7 @@ class ContinuousRunner(StepRunner):
         )
         if own is None:
             assert result.payload is not None
-            record: StepRecord = unpack_value(result.payload, device=self._steps.device)
+            record: StepRecord = unpack_value(*result.payload, device=self._steps.device)
             apply_metric_changes(self._module, record.counted)
         else:
             record = own

@@ -7,7 +7,7 @@ as the schedule says, or without stages one after the other.
 A batch never meets another one, whatever the loss is. So the loss, its gradients and all that a
 step logs, draws or counts are those of data parallelism: a microbatch runs with the random numbers
 of the rank that brought it, and what it returns and logs goes to that rank. As the engine has done
-backward by then, gradients are stashed until Lightning calls backward (`stashed_gradients`).
+backward by then, gradients are stashed until Lightning calls backward (`stage_steps`).
 
 Evaluation, whose ranks may have different numbers of batches, runs on unsharded parameters, each
 rank by itself.
@@ -35,19 +35,19 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plugins.pipeline_steps import StageSteps, index_in, takes_index
-from lightning_topt.plugins.stashed_gradients import (
-    cleared_before_backward,
-    loss_with_gradients,
-    stashed_gradients,
-)
-from lightning_topt.plugins.step_records import (
+from lightning_topt.plugins.stage_steps import (
     LoggedCall,
+    StageSteps,
     StepRecord,
     as_nonzero_rank,
+    cleared_before_backward,
+    index_in,
     loss_in,
+    loss_with_gradients,
     recorded_calls,
     replay,
+    stashed_gradients,
+    takes_index,
     uncounted,
 )
 from lightning_topt.plugins.step_runner import Step, StepRunner

@@ -2,7 +2,7 @@
 
 parts = split_batch(batch, 4)              # .batches, .sizes: samples of each
 weights = loss_weights(parts, "mean")      # of their losses in that of the batch
-outputs, calls, losses = ...               # one step per microbatch
+outputs, calls, losses = ...               # one step per microbatch; losses are on the device
 combined_output(outputs, sizes=..., weights=..., losses=...)
 combined_calls(calls, sizes=..., weights=..., losses=...)
 """
@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import itertools
 import math
-import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_topt.basics.argument_checks import check_choice
-from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.graph.structures import PLAIN, map_tensors, tensors_in
-from lightning_topt.plugins.step_records import EXTREMES, LoggedCall, LoggedMetric, uncounted
+from lightning_topt.plugins.stage_steps import EXTREMES, LoggedCall, LoggedMetric, uncounted
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
-_COMPARED_ELEMENTS = 512  # of each tensor, by `checksum`
 _WAY_OUT = "let dimension 0 of all tensors be the samples, or use microbatches=1"
 
 
@@ -201,7 +196,8 @@ def loss_weights(parts: Parts, kind: MicrobatchLoss) -> list[float]:
         parts: of the batch.
         kind: ``"mean"``: of samples; ``"sum"``; ``"tokens"``: a mean over targets that are not
             -100, the entries of ``batch["labels"]``, else of the batch's last tensor of whole
-            numbers; or a function of a batch: what its mean is over.
+            numbers; or a function of a batch: what its mean is over. Both count in `parts`: in
+            memory of the host, else the host waits for its device.
     """
     if len(parts.batches) == 1 or kind == _SUM:
         return [1.0] * len(parts.batches)
@@ -209,12 +205,15 @@ def loss_weights(parts: Parts, kind: MicrobatchLoss) -> list[float]:
         counts = [float(size) for size in parts.sizes]
     else:
         count: Any = _targets if kind == _TOKENS else kind
-        counts = [float(count(batch)) for batch in parts.batches]
+        found = [count(batch) for batch in parts.batches]
+        are_tensors = all(isinstance(each, Tensor) for each in found)
+        # read at once
+        counts = torch.stack(found).tolist() if are_tensors else [*map(float, found)]
     total = sum(counts) or 1.0
     return [each / total for each in counts]
 
 
-def _targets(batch: Any) -> int:
+def _targets(batch: Any) -> Tensor:
     named = batch.get("labels") if isinstance(batch, Mapping) else None
     wholes = [t for t in tensors_in(batch) if not (t.is_floating_point() or t.is_complex())]
     target = named if isinstance(named, Tensor) else wholes[-1] if wholes else None
@@ -223,7 +222,7 @@ def _targets(batch: Any) -> int:
             "microbatch_loss='tokens' counts targets, and the batch has no tensor of whole numbers "
             "and no 'labels': give a function of the batch that counts them"
         )
-    return int((target != _IGNORED).sum())
+    return (target != _IGNORED).sum()
 
 
 def loss_problem(
@@ -263,9 +262,9 @@ Weights = Sequence[float]
 
 
 def combined_output(
-    outputs: Sequence[Any], *, sizes: Sequence[int], weights: Weights, losses: Sequence[float]
+    outputs: Sequence[Any], *, sizes: Sequence[int], weights: Weights, losses: Sequence[Tensor]
 ) -> Any:
-    """Return the output of a step from those of its microbatches.
+    """Return the output of a step from those of its microbatches. No host waits for its device.
 
     Tensors and lists with an entry for each sample are joined; what equals the loss is weighted as
     it; other scalars, and tensors of one shape, are averaged over samples; of all else the last
@@ -275,7 +274,7 @@ def combined_output(
         outputs: of the microbatches, in order.
         sizes: how many samples they have.
         weights: of their losses in that of the batch.
-        losses: of the microbatches.
+        losses: of the microbatches, () each.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -296,7 +295,7 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _combined_leaf(
-    values: Sequence[Any], sizes: Sequence[int], weights: Weights, losses: Sequence[float]
+    values: Sequence[Any], sizes: Sequence[int], weights: Weights, losses: Sequence[Tensor]
 ) -> Any:
     # An entry for each sample: joined, tensors along dimension 0.
     if all(isinstance(value, Tensor) for value in values):
@@ -309,17 +308,29 @@ def _combined_leaf(
         for value, size in zip(values, sizes, strict=True)
     ):
         return [entry for value in values for entry in value]
-    if _are_losses(values, losses):
-        return weighted_losses(values, weights)
-    return _weighted(values, sizes, "mean")
+    return _averaged(values, sizes, weights, losses)
 
 
-def _are_losses(values: Sequence[Any], losses: Sequence[float]) -> bool:
-    are_numbers = all(
-        isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+def _averaged(
+    values: Sequence[Any], sizes: Sequence[int], weights: Weights, losses: Sequence[Tensor]
+) -> Any:
+    # What equals the loss in every microbatch is weighted as it, all else is a mean over samples
+    mean, last = _weighted(values, sizes, "mean"), values[-1]
+    if isinstance(last, float):
+        # Equal numbers have the mean that they are: losses are read for others alone.
+        is_known = all(value == last for value in values) and math.isclose(sum(weights), 1.0)
+        read = losses if is_known else torch.stack([*losses]).tolist()
+        is_loss = not is_known and str([*map(float, values)]) == str(read)  # NaN too
+        return weighted_losses(values, weights) if is_loss else mean
+    if any(
+        not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point()
         for value in values
-    )
-    return are_numbers and str([*map(float, values)]) == str([*losses])  # NaN too
+    ):
+        return mean
+    # Which one it is, the device knows. (microbatches,)
+    numbers, expected = torch.stack([value.reshape(()) for value in values]), torch.stack([*losses])
+    are_losses = torch.isclose(numbers, expected.to(numbers), rtol=0, atol=0, equal_nan=True)
+    return torch.where(are_losses.all(), weighted_losses(values, weights), mean)
 
 
 def weighted_losses(values: Sequence[Any], weights: Weights) -> Any:
@@ -332,7 +343,7 @@ def combined_calls(
     *,
     sizes: Sequence[int],
     weights: Weights,
-    losses: Sequence[float],
+    losses: Sequence[Tensor],
 ) -> tuple[LoggedCall, ...]:
     """Return the calls of a step from those of its microbatches.
 
@@ -345,7 +356,7 @@ def combined_calls(
         microbatches: their calls, in order.
         sizes: how many samples they have.
         weights: of their losses in that of the batch.
-        losses: of the microbatches.
+        losses: of the microbatches, () each.
     """
     if len(microbatches) == 1:
         return tuple(microbatches[0])
@@ -367,7 +378,7 @@ def _combined_call(
     same: Sequence[tuple[LoggedCall, int]],
     sizes: Sequence[int],
     weights: Weights,
-    losses: Sequence[float],
+    losses: Sequence[Tensor],
 ) -> LoggedCall:
     first = same[0][0]
     if first.method != "log":
@@ -378,10 +389,11 @@ def _combined_call(
         sizes[index] if own is None else own for own, (_, index) in zip(named, same, strict=True)
     ]
     values = [call.value for call, _ in same]
-    if first.averages and _are_losses(values, [losses[index] for _, index in same]):
-        value = weighted_losses(values, [weights[index] for _, index in same])
+    if first.averages:
+        places = [index for _, index in same]
+        value = _averaged(values, sizes, [weights[i] for i in places], [losses[i] for i in places])
     else:
-        value = _weighted(values, sizes, "mean" if first.averages else first.reduction)
+        value = _weighted(values, sizes, first.reduction)
     return first.with_value(value, batch_size=None if named[0] is None else sum(sizes))
 
 
@@ -414,12 +426,11 @@ def _weighted_tensors(values: Sequence[Any], sizes: Sequence[int], kind: str) ->
         return stacked.sum(0).to(last.dtype)
     if kind in EXTREMES:
         return stacked.amax(0) if kind == "max" else stacked.amin(0)
-    if not last.is_floating_point() and bool((stacked == last).all()):
-        return last
-    # In float32 at least, as a mean over the batch would be.
-    weights = torch.tensor([*sizes], dtype=torch.float64, device=last.device) / sum(sizes)
-    wide = torch.float64 if last.dtype == torch.float64 else torch.float32
-    mean: Tensor = torch.tensordot(weights.to(wide), stacked.to(wide), dims=1)
+    # In float32 at least, as a mean over the batch would be; of whole numbers too.
+    wide = stacked.to(torch.float64 if last.dtype == torch.float64 else torch.float32)
+    counts = [float(size) for size in sizes]
+    parts = torch._foreach_mul([*wide], [count / sum(counts) for count in counts])
+    mean = torch.stack([*parts]).sum(0)
     return mean.to(last.dtype) if last.is_floating_point() else mean
 
 
@@ -450,71 +461,3 @@ def without_trace(module: nn.Module) -> Generator[None, None, None]:
             if buffer is not None and value is not None:
                 with torch.no_grad():
                     buffer.copy_(value)
-
-
-# ---- batches that should be equal on all ranks of a pipeline -------------------------------------
-
-
-class AgreedBatches:
-    """Batches of the ranks in `group`, which must be equal: those of a pipeline's stages."""
-
-    def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self.differ = False
-
-    def agreed(self, batch: Any) -> Any:
-        """Return `batch`, or that of the first rank if batches differ now or did before.
-
-        Some elements of each tensor are compared, and texts and numbers. A collective call.
-        """
-        if not self.differ:
-            # One number per rank.
-            own = torch.tensor([checksum(batch)], device=self._device)
-            everyone = own.new_empty(dist.get_world_size(self._group))
-            of_ranks = list(everyone.split(1))  # views
-            dist.all_gather(of_ranks, own, group=self._group)
-            self.differ = bool((everyone != own).any())
-            if self.differ:
-                rank_zero_warn(
-                    "topt: the ranks of a pipeline got different batches, so each of these is sent "
-                    "from the first rank to the others. That takes time: leave "
-                    "use_distributed_sampler=True, or let loaders shuffle, and transforms draw, "
-                    "from a generator with the same seed on all ranks"
-                )
-        if not self.differ:
-            return batch
-        return value_of_rank(batch, self._group, place=0, device=self._device)
-
-
-def checksum(batch: Any) -> int:
-    """Return a number that very likely differs for batches that differ, if only in a shape."""
-    found = 0
-    for piece in _pieces(batch):
-        found = zlib.crc32(piece, found)
-    return found
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    # Yield the parts of a batch that its checksum is made of
-    if isinstance(value, Tensor):
-        yield f"{tuple(value.shape)} {value.dtype}".encode()
-        if value.layout == torch.strided and value.numel():
-            flat = (
-                value.detach().reshape(-1)
-                if value.is_contiguous()
-                else value.detach().contiguous().view(-1)
-            )
-            # about 512 elements, evenly spread
-            sample = flat[:: max(1, len(flat) // _COMPARED_ELEMENTS)].contiguous().cpu()
-            yield sample.view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, Mapping):
-        for name, entry in value.items():
-            yield repr(name).encode()
-            yield from _pieces(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _pieces(entry)
-    elif isinstance(value, str | bytes | int | float | complex | bool | None):
-        yield repr(value).encode()
-    elif hasattr(value, "__dict__"):
-        yield from _pieces(vars(value))

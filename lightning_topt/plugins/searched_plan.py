@@ -35,8 +35,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
-from lightning_topt.execution.pipeline.stage_layout import written_buffers
-from lightning_topt.execution.pipeline.step_flows import StepFlows
+from lightning_topt.execution.pipeline.stage_layout import StepFlows, written_buffers
 from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.capture import capture, observe_step
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, StepError, may_need_values, one_line
@@ -68,7 +67,6 @@ from lightning_topt.plan.plan_search import (
     search_plans,
 )
 from lightning_topt.plugins.group_steps import why_not_with_buffer
-from lightning_topt.plugins.pipeline_steps import takes_index
 from lightning_topt.plugins.plan_options import MeshPlan
 from lightning_topt.plugins.plan_request import (
     PlanRequest,
@@ -86,7 +84,7 @@ from lightning_topt.plugins.requirements import (
     noted_reads,
     why_not,
 )
-from lightning_topt.plugins.step_records import loss_of
+from lightning_topt.plugins.stage_steps import loss_of, takes_index
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_steps import least_seconds, tensor_sizes

@@ -4,7 +4,7 @@ After `check_schedule` every pass is there once, on the rank of its stage and af
 No ranks wait for one another in a circle. A send without a receive, or the reverse, cannot occur
 then: both follow from the passes at their ends. That holds over NCCL as well, where a send waits
 for its receive, with a queue for each pair of ranks ([Note: a queue for each pair] in
-`execution.pipeline.step_flows`).
+`execution.pipeline.step_program`).
 
 `Edges` says what stages need of one another; `run_order` finds an order in which all passes can
 run, which the simulation walks as well.

@@ -1,8 +1,8 @@
 """Staleness of the passes of a continuous pipeline.
 
 Staleness is the number of updates between the weights that a pass finds and those that it should
-have. `staleness` counts them for a whole schedule, `running_staleness` for a pass of a run of
-which only the near future is known. Weight prediction bridges them (`weight_prediction`).
+have. `staleness` counts them for a whole schedule; for a run of which only the near future is known
+`execution.pipeline.stage_weights` does. Weight prediction bridges them (`weight_prediction`).
 
 [Note: round trips] A minibatch ends where stage 0 has applied it. SpecTrain (Chen et al., arXiv
 1809.02839, section 3) lets all stages compute with the weights of that instant, so that they agree.
@@ -17,12 +17,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from lightning_topt.schedules.schedules import Completes, Schedule, continuous_schedule
+from lightning_topt.schedules.schedules import Schedule
 from lightning_topt.schedules.timing import StageCosts, timed_walk
-
-_SETTLED = 4  # round trips after which a schedule of unit passes repeats itself, generously
 
 
 class Staleness(NamedTuple):
@@ -84,57 +82,3 @@ def staleness(schedule: Schedule) -> tuple[StageStaleness, ...]:
         )
         for stage in range(schedule.num_stages)
     )
-
-
-def running_staleness(
-    minibatch: int,
-    *,
-    stage: int,
-    kind: Literal["forward", "backward"],
-    num_stages: int,
-    completes: Completes,
-    num_minibatches: int | None = None,
-    lag_per_hop: int = 1,
-) -> Staleness:
-    """Return the staleness of a pass in a run of which only the near future is known.
-
-    The same as that of `staleness` for the whole schedule, but for `version`, which is of no use.
-
-    Args:
-        minibatch: its index since the last drained state.
-        stage: index of the stage.
-        kind: the pass.
-        num_stages: stages of the pipeline.
-        completes: says of minibatches around this one whether they complete an update.
-        num_minibatches: how many there are from the last drained state to the next, if known.
-        lag_per_hop: as in `schedules.continuous_schedule`.
-    """
-    # A window of minibatches around this one, with the drained states that lie within reach.
-    reach = _SETTLED * num_stages * lag_per_hop
-    total = minibatch + reach if num_minibatches is None else num_minibatches
-    start = max(0, min(minibatch - reach, total - 2 * reach))
-    stop = (
-        min(total, max(minibatch + reach, 2 * reach))
-        if num_minibatches is not None
-        else start + 2 * reach
-    )
-    pattern = tuple(completes(index) for index in range(start, stop))
-    stages = _of_pattern(pattern, num_stages=num_stages, lag_per_hop=lag_per_hop)
-    of_stage = stages[stage].forward if kind == "forward" else stages[stage].backward
-    return of_stage[minibatch - start]
-
-
-@lru_cache(maxsize=512)
-def _of_pattern(
-    pattern: tuple[bool, ...], *, num_stages: int, lag_per_hop: int
-) -> tuple[StageStaleness, ...]:
-    if not any(pattern):
-        none = (Staleness(0, 0, 0),) * len(pattern)
-        return (StageStaleness(none, none),) * num_stages
-    schedule = continuous_schedule(
-        num_ranks=num_stages,
-        num_minibatches=len(pattern),
-        lag_per_hop=lag_per_hop,
-        completes=pattern.__getitem__,
-    )
-    return staleness.__wrapped__(schedule)

@@ -98,11 +98,6 @@ class StagePrediction(ABC):
 
     @property
     @abstractmethod
-    def num_versions(self) -> int:
-        """The most copies of the stage's weights beside the storages at once."""
-
-    @property
-    @abstractmethod
     def held_bytes(self) -> int:
         """Bytes of copies that are held now."""
 
@@ -301,7 +296,6 @@ class NoPrediction(Prediction):
             predict=repeated_update,
             forward=lambda staleness: 0,
             backward=lambda staleness: 0,
-            copies=0,
         )
 
 
@@ -338,7 +332,6 @@ class WeightStashing(Prediction):
             # A minibatch takes the newest version; those to come never want an old one.
             choose=lambda position: position.now,
             keep=lambda version, now: False,
-            copies=self.copies_at(place),
         )
 
 
@@ -434,7 +427,6 @@ class TwoVersions(Prediction):
             choose=choose,
             # minibatches to come may use the newest version and the one before it
             keep=lambda version, now: is_delayed and version >= now - 1,
-            copies=self.copies_at(place),
             feeds_back=is_delayed and self.error_feedback,
         )
 
@@ -463,10 +455,9 @@ class _StashedWeights(StagePrediction):
         *,
         choose: Callable[[_UpdateCounts], int],
         keep: Callable[[int, int], bool],
-        copies: int,
         feeds_back: bool = False,
     ) -> None:
-        self._optimizer, self._choose, self._keep, self._copies = optimizer, choose, keep, copies
+        self._optimizer, self._choose, self._keep = optimizer, choose, keep
         self._feeds_back = feeds_back
         self._moves: list[Tensor] = []  # of the last update that was late, with `feeds_back`
         self._swap = Swap()
@@ -558,11 +549,6 @@ class _StashedWeights(StagePrediction):
 
     @property
     @override
-    def num_versions(self) -> int:
-        return self._copies
-
-    @property
-    @override
     def held_bytes(self) -> int:
         held = (*self._versions.values(), *self._spare, self._moves)
         return sum(num_bytes(copies) for copies in held)
@@ -627,7 +613,6 @@ class SpecTrain(Prediction):
             # both passes aim at the version after stage 0's update with this minibatch
             forward=lambda staleness: staleness.round_trip,
             backward=lambda staleness: staleness.round_trip,
-            copies=self.copies_at(place),
         )
 
 
@@ -667,7 +652,6 @@ class MultiStep(Prediction):
             # forward looks ahead to what backward will find, and backward needs no prediction
             forward=lambda staleness: staleness.missing,
             backward=lambda staleness: 0,
-            copies=self.copies_at(place),
         )
 
 
@@ -686,10 +670,9 @@ class _PredictedWeights(StagePrediction):
         predict: Predict,
         forward: Callable[[Staleness], int],
         backward: Callable[[Staleness], int],
-        copies: int,
     ) -> None:
         self._optimizer, self._method, self._predict = optimizer, method, predict
-        self._forward, self._backward, self._copies = forward, backward, copies
+        self._forward, self._backward = forward, backward
         self._moments: list[Moments] | None = None  # since the last update
         self._steps: dict[Tensor, int] = {}  # of Adam, by parameter; counted as updates are made
         self._true: dict[Tensor, Tensor] = {}  # copies by parameter
@@ -721,11 +704,6 @@ class _PredictedWeights(StagePrediction):
         self._moments = None
         self._steps.clear()
         self._true.clear()
-
-    @property
-    @override
-    def num_versions(self) -> int:
-        return self._copies
 
     @property
     @override

@@ -34,7 +34,7 @@ from tests.communication import test_local_steps as local
 from tests.execution import test_mixed_plans as mixed
 from tests.execution.pipeline import test_continuous_run as continuous
 from tests.execution.pipeline.continuous_training import Case, Outcome, continuous_plan, train_all
-from tests.execution.pipeline.stage_models import Plain, loss_of, plan_of, tokens
+from tests.execution.pipeline.stage_models import loss_of, make, plan_of, tokens
 from tests.launch import run_ranks
 from tests.nccl_twin import TWIN, is_under_way, share_device, wait_for_device
 
@@ -217,21 +217,6 @@ DRAINED = [
 ]
 
 
-class Shortcut(Plain):
-    """In evaluations the last stage needs what the first one makes."""
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        first = x = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            x = block(x)
-        return x if self.training else x + first
-
-
-def shortcut() -> Shortcut:
-    torch.manual_seed(0)
-    return Shortcut()
-
-
 class Found(NamedTuple):
     losses: list[float]
     evaluated: float
@@ -270,8 +255,8 @@ def on_three_ranks(rank: int) -> Found:
     """Ranks wait for their devices in forward passes, before updates and between iterations."""
     hooks = device_waits()
     groups, data = [len(_world.pg_map)], tokens(8, 8)
-    # With flush, and messages that no step of training had.
-    model = shortcut()
+    # With flush, dtypes that NCCL does not know, and messages that no step of training had.
+    model = make("shortcut")
     engine = Engine(plan_of(3, "1f1b", microbatches=4), model, device=torch.device("cpu"))
     engine.apply(example=Example(loss_of, data[0][:2]))
     losses = [float(engine.run_step(batch.chunk(4), loss_of).mean()) for batch in data[:2]]
@@ -317,7 +302,7 @@ def on_three_ranks(rank: int) -> Found:
 
 def test_stages_may_wait_for_their_devices_and_fail() -> None:
     ranks = run_ranks(on_three_ranks, 3, timeout_seconds=SECONDS, backend=TWIN)
-    model, data = shortcut(), tokens(8, 8)
+    model, data = make("shortcut"), tokens(8, 8)
     losses = [float(loss_of(model, batch)) for batch in data[:2]]
     evaluated = float(loss_of(model.eval(), data[0]))
     for found in ranks:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_topt.plugins.microbatches import combined_output, first_samples, split_batch
+from lightning_topt.plugins.microbatches import (
+    combined_calls,
+    combined_output,
+    first_samples,
+    split_batch,
+)
+from lightning_topt.plugins.stage_steps import LoggedCall
+from tests.host_waits import fake_device, no_host_waits
 
 
 class Encoding(UserDict[str, Any]):
@@ -89,14 +96,50 @@ def test_what_cannot_be_split_is_named(batch: Any, says: str) -> None:
 
 
 def test_outputs_are_joined_wherever_samples_are_in_them() -> None:
-    losses, sizes = [1.0, 3.0], (2, 1)
+    sizes = (2, 1)
     outputs = [
-        ({"loss": torch.tensor(loss), "of": Pair(ramp(n, 2), ["name"] * n)}, ramp(n))
-        for loss, n in zip(losses, sizes, strict=True)
+        ({"loss": loss, "of": Pair(ramp(n, 2), ["name"] * n), "rate": 0.1, "n": n}, ramp(n))
+        for loss, n in zip(LOSSES, sizes, strict=True)
     ]
-    first, last = combined_output(outputs, sizes=sizes, weights=[0.5, 0.5], losses=losses)
+    options: dict[str, Any] = {"sizes": sizes, "weights": [0.5, 0.5], "losses": LOSSES}
+    first, last = combined_output(outputs, **options)
     assert first["loss"] == 2 and first["of"].names == ["name"] * 3
+    assert first["rate"] == 0.1 and first["n"] == pytest.approx(5 / 3)
     assert first["of"].tokens.shape == (3, 2) and last.tolist() == [0, 1, 0]
     # of different structures the last one remains
-    uneven = combined_output([{"a": 1}, {"b": 2}], sizes=sizes, weights=[0.5, 0.5], losses=losses)
-    assert uneven == {"b": 2}
+    assert combined_output([{"a": 1}, {"b": 2}], **options) == {"b": 2}
+
+
+LOSSES = (torch.tensor(1.0), torch.tensor(3.0))
+# what microbatches of 3 samples and 1 returned, and what their batch would: the loss is weighted by
+# other numbers than the sizes
+NUMBERS: dict[str, tuple[list[Any], float]] = {
+    "the loss": ([torch.tensor(1.0), torch.tensor(3.0)], 2.0),
+    "the loss, in 16 bits": ([torch.tensor([1.0]).half(), torch.tensor([3.0]).half()], 2.0),
+    "the loss as a number": ([1.0, 3.0], 2.0),
+    "another tensor": ([torch.tensor(1.0), torch.tensor(2.0)], 1.25),
+    "another number": ([1.0, 2.0], 1.25),
+    "whole numbers": ([torch.tensor(1), torch.tensor(3)], 1.5),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_equals_the_loss_is_weighted_as_it(name: str) -> None:
+    values, expected = NUMBERS[name]
+    options: dict[str, Any] = {"sizes": (3, 1), "weights": [0.5, 0.5], "losses": LOSSES}
+    assert float(combined_output(values, **options)) == pytest.approx(expected)
+    calls = [[LoggedCall("", "log", (name, value), {})] for value in values]
+    (call,) = combined_calls(calls, **options)
+    assert float(call.value) == pytest.approx(expected)
+
+
+def test_no_host_waits_for_outputs_on_a_device() -> None:
+    with fake_device() as device:
+        losses = [torch.ones((), device=device) for _ in range(2)]
+        outputs = [{"loss": loss, "of": loss * 2, "rate": 0.1, "n": loss.int()} for loss in losses]
+        calls = [[LoggedCall("", "log", ("of", each["of"]), {})] for each in outputs]
+        options: dict[str, Any] = {"sizes": (2, 1), "weights": [0.5, 0.5], "losses": losses}
+        with no_host_waits():
+            found = combined_output(outputs, **options)
+            (call,) = combined_calls(calls, **options)
+    assert {found["loss"].device, found["n"].device, call.value.device} == {device}

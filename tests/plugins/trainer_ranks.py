@@ -173,9 +173,11 @@ def once_on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2)
     return on_ranks(function, *args, world_size=world_size)
 
 
-def on_new_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+def on_new_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, backend: str = "gloo"
+) -> list[Any]:
     """As `on_ranks`, on ranks that are forked now and end: they see what the test has changed."""
-    return run_ranks(_as_torchrun, world_size, function, world_size, args)
+    return run_ranks(_as_torchrun, world_size, function, world_size, args, backend=backend)
 
 
 def _as_torchrun(

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.pipelines.simulated_memory import MemoryCosts, peak_bytes
+from lightning_topt.execution.pipeline.stage_weights import running_staleness
 from lightning_topt.schedules.check import ScheduleError, check_schedule
 from lightning_topt.schedules.schedules import Action, Schedule, continuous_schedule, every
-from lightning_topt.schedules.staleness import running_staleness, staleness
-from lightning_topt.schedules.timing import StageCosts, held_counts, simulate
+from lightning_topt.schedules.staleness import staleness
+from lightning_topt.schedules.timing import held_counts, simulate
 
 
 def texts(actions: tuple[Action, ...]) -> str:
@@ -124,14 +126,14 @@ def test_memory_in_flight_and_versions() -> None:
             assert [int(rows.max()) for rows in held_counts(schedule)] == [
                 each + 1 for each in behind
             ]
-            costs = StageCosts([1.0] * ranks, [1.0] * ranks, activation_bytes=[10.0] * ranks)
-            assert [*simulate(schedule, costs).peak_bytes] == [10 * (each + 1) for each in behind]
+            costs = MemoryCosts([1.0] * ranks, [1.0] * ranks, activation_bytes=[10.0] * ranks)
+            assert [*peak_bytes(simulate(schedule, costs))] == [10 * (each + 1) for each in behind]
             kept = replace(costs, activation_bytes=None, version_bytes=[1.0] * ranks)
-            assert [*simulate(schedule, kept).peak_bytes] == behind
+            assert [*peak_bytes(simulate(schedule, kept))] == behind
     # PipeDream-2BW: one more with m >= N
     grouped = continuous_schedule(num_ranks=4, num_minibatches=80, accumulate=4)
-    ones = StageCosts([1.0] * 4, [1.0] * 4, version_bytes=[1.0] * 4)
-    assert max(simulate(grouped, ones).peak_bytes) == 1
+    ones = MemoryCosts([1.0] * 4, [1.0] * 4, version_bytes=[1.0] * 4)
+    assert max(peak_bytes(simulate(grouped, ones))) == 1
 
 
 def changed(schedule: Schedule, rank: int, row: str) -> Schedule:

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from lightning_topt.schedules.schedules import SCHEDULES, Action, forward_schedule, make_schedule
+from lightning_topt.schedules.schedules import SCHEDULES, Action, make_schedule
 from tests.schedules.slow_interpreter import runs
 
 TORCH_NAMES = {
@@ -100,11 +100,6 @@ def test_every_size_runs_in_the_interpreter() -> None:
         assert schedule.rank_of_stage == rule.rank_of_stage(num_ranks=ranks, stages_per_rank=stages)
         kinds = {action.kind for actions in schedule.actions for action in actions}
         assert ("backward_weight" in kinds) == rule.splits_backward
-
-
-def test_forward_schedules_run() -> None:
-    for ranks in [(0,), (0, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (1, 0)]:
-        assert runs(forward_schedule(ranks))
 
 
 @pytest.mark.parametrize(

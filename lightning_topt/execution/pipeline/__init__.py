@@ -1,10 +1,9 @@
 """A plan with stages on running ranks.
 
 p2p                tensors between ranks
-step_flows         the user's step, cut into stages, and the program of each rank
+stage_layout       the user's step, cut into stages; where parameters and buffers are
 stage_pass         one stage's part of the step on a microbatch (split_backward)
-stage_layout       where parameters and buffers are
 stage_gradients    averages and norms
-pipeline_run       pipelines with a flush after each step, evaluation, states
+pipeline_run       pipelines with a flush after each step, evaluation, states (step_program)
 continuous_run     asynchronous pipelines (stage_weights)
 """

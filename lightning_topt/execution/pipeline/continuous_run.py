@@ -55,16 +55,21 @@ from torch.optim import Optimizer
 
 from lightning_topt.execution.pipeline.p2p import (
     UNKNOWN,
+    Payload,
     SideValues,
     StageInputs,
     StageLinks,
     StageTraffic,
     ValueParcels,
 )
-from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, loss_of_step
-from lightning_topt.execution.pipeline.stage_layout import StageLayout
+from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
+from lightning_topt.execution.pipeline.stage_layout import (
+    StageFlow,
+    StageLayout,
+    Step,
+    loss_of_step,
+)
 from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern
-from lightning_topt.execution.pipeline.step_flows import StageFlow, Step
 from lightning_topt.graph.step_flow import LeafSpec
 from lightning_topt.schedules.schedules import lag_of
 from lightning_topt.weight_prediction.weights import unseen
@@ -93,8 +98,8 @@ class BackwardResult:
         return {self.minibatch: self.values.loss}
 
     @property
-    def payload(self) -> bytes | None:
-        """The bytes that travelled back with the minibatch."""
+    def payload(self) -> Payload | None:
+        """What travelled back with the minibatch."""
         return None if self.values is None else self.values.payload
 
 
@@ -165,7 +170,7 @@ class ContinuousRun:
         accumulate: int = 1,
         remaining: int | None = None,
         last_completes: bool = True,
-        payload: Callable[[], bytes] | None = None,
+        payload: Callable[[], Payload] | None = None,
         meets: bool = False,
     ) -> BackwardResult:
         """Run forward of a new minibatch, and backward of the one that has come back.
@@ -182,8 +187,8 @@ class ContinuousRun:
             remaining: minibatches after this one before the next drain, where that is known.
             last_completes: whether the last of these is to complete an update, however many that
                 has.
-            payload: called on the last stage after its forward pass; what it returns travels back
-                to all others.
+            payload: called on the last stage after its forward pass; what it returns, bytes on the
+                host and on the device, travels back to all others.
             meets: whether all stages make a collective call of their own between iterations, as
                 where each batch is sent by the first rank. Everything that was sent has begun to be
                 received by then. It takes effect in the first iteration of a drained run.
@@ -295,14 +300,6 @@ class ContinuousRun:
     # ---- what is held ----------------------------------------------------------------------------
 
     @property
-    def num_versions(self) -> int:
-        """The most copies of the stage's weights at once, as the rule's formula says.
-
-        The parameters themselves are not counted.
-        """
-        return self._weights.num_versions
-
-    @property
     def held_bytes(self) -> tuple[int, int]:
         """Bytes of copies of weights held now, and bytes under way between stages."""
         return self._weights.held_bytes, self._links.held_bytes
@@ -353,8 +350,7 @@ class ContinuousRun:
         if values is None:
             values = self._values.receive(minibatch)
             for behind in range(self.stage + 1, self.num_stages):
-                self._links.free_sent("activations", behind, before=minibatch + 1)
-                self._links.free_sent("shared weights", behind, before=minibatch + 1)
+                self._links.free_sent(behind, before=minibatch + 1)
         self._latest = BackwardResult(minibatch, completes, values)
         if not completes:  # else they are sent after the update, with the norm of its gradients
             self._send_values(self._latest)
@@ -448,7 +444,7 @@ class MinibatchPasses:
         weights: StageWeights,
         powers: Tensor,
         weight: float,
-        payload: Callable[[], bytes] | None,
+        payload: Callable[[], Payload] | None,
         begins_early: bool,
     ) -> None:
         """Run forward of ``step(module, batch)`` with the `weights` for it.
@@ -473,11 +469,7 @@ class MinibatchPasses:
             self.begin_next(minibatch + 1, powers)
         # Stages before have done the iteration before this one, in which they used gradients.
         for earlier in range(stage):
-            used = minibatch - self._lags[earlier]
-            self._links.free_sent("gradients", earlier, before=used)
-            self._links.free_sent("values", earlier, before=used)
-            self._links.free_sent("payloads", earlier, before=used)
-            self._links.free_sent("shared gradients", earlier, before=used)
+            self._links.free_sent(earlier, before=minibatch - self._lags[earlier])
         # Compute with the weights of the rule, which stages that share parameters get too.
         run = partial(step, self._staged.module, batch)
         with weights.of_pass("forward", minibatch), self._staged.around():
@@ -626,13 +618,15 @@ class SharedParameters:
         """Send this stage's part of an update's gradients to the stages that do it; keep none."""
         for first, parameters in sorted(self._followed.items()):
             # Which gradients there are, (parameters,), and zeros in the place of the others.
-            there = torch.tensor(
-                [float(p.grad is not None) for p in parameters], device=parameters[0].device
-            )
+            there = torch.tensor([p.grad is not None for p in parameters])
+            self._links.send("shared flags", first, minibatch, [there])
             parts = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters]
-            specs = [_spec(there), *map(_spec, parameters)]
             self._links.send(
-                "shared gradients", first, minibatch, [there, *(p.detach() for p in parts)], specs
+                "shared gradients",
+                first,
+                minibatch,
+                [part.detach() for part in parts],
+                [*map(_spec, parameters)],
             )
             for parameter in parameters:
                 parameter.grad = None
@@ -642,17 +636,18 @@ class SharedParameters:
         if other in self._lent and (minibatch, other) not in self._begun_gradients:
             self._begun_gradients.add((minibatch, other))
             parameters = self._lent[other]
-            there = LeafSpec((len(parameters),), (1,), torch.float32, requires_grad=False)
-            specs = [there, *map(_spec, parameters)]
-            self._links.begin("shared gradients", other, minibatch, specs)
+            there = LeafSpec((len(parameters),), (1,), torch.bool, requires_grad=False)
+            self._links.begin("shared flags", other, minibatch, [there])
+            self._links.begin("shared gradients", other, minibatch, [*map(_spec, parameters)])
 
     @torch.no_grad()
     def add_gradients(self, minibatch: int) -> None:
         """Add the others' parts to the gradients here."""
         for other, parameters in sorted(self._lent.items()):
             self._begun_gradients.remove((minibatch, other))
-            there, *parts = self._links.receive("shared gradients", other, minibatch)
-            for parameter, part, is_there in zip(parameters, parts, there.tolist(), strict=True):
+            (there,) = self._links.receive("shared flags", other, minibatch)
+            parts = self._links.receive("shared gradients", other, minibatch)
+            for parameter, part, is_there in zip(parameters, parts, there.numpy(), strict=True):
                 if is_there:
                     parameter.grad = (
                         part if parameter.grad is None else _dense(parameter.grad).add_(part)

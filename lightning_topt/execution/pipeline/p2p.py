@@ -3,7 +3,7 @@
     class               pipelines                  what travels
     `RankLinks`         all                        tensors
     `MessageExchange`   with a flush after each    a `Message`: one tensor, known beforehand from
-                        step; all evaluation       the schedule
+    (`step_program`)    step; all evaluation       the schedule
     `StageLinks`        asynchronous               a parcel: the tensors of one minibatch
     `StageInputs`       on `StageLinks`            activations and their gradients, received ahead
     `ValueParcels`      on `StageLinks`            a minibatch's loss, gradient norms and payload
@@ -16,8 +16,9 @@ rank begins in one group in order, and a send waits there until the other rank r
 of more ranks, or of both directions, messages would wait for others that they have nothing to do
 with, and ranks for one another in a circle. Each group takes memory of the device, so there are
 links only where the plan's first step has messages. Those that other steps have besides (an
-evaluation that leaves out a stage, gradients of what was frozen) go through a group of the pipeline
-on gloo, which is that of the pipeline where the run is on gloo.
+evaluation that leaves out a stage, gradients of what was frozen) go through the pipeline's group on
+gloo. So does what is in memory of the host, with a tag for each channel: no host waits for its
+device to learn it. All messages are bytes, since NCCL knows few dtypes.
 
 [Note: shapes ahead] An asynchronous stage begins to receive activations a minibatch ahead, before
 it knows their shapes. They are taken to be those of the last minibatch, where in the last two the
@@ -28,6 +29,7 @@ minibatch follows. Sender and receiver know the shapes of both, so they agree.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,15 +41,23 @@ from torch import Tensor
 
 from lightning_topt.communication.collectives import backend_of
 from lightning_topt.communication.rank_watch import PeerLostError
-from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
-from lightning_topt.execution.pipeline.step_flows import Crossings, Message, Pair
+from lightning_topt.execution.pipeline.stage_layout import Crossings, Pair, PipelineGroups
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 
 LinkChannel = Literal[
-    "activations", "gradients", "values", "payloads", "shared weights", "shared gradients"
+    "activations",
+    "gradients",
+    "values",
+    "heads",
+    "payloads",
+    "shared weights",
+    "shared gradients",
+    "shared flags",
 ]
+# Channels in memory of the host, and their tags: not on the link.
+ON_HOST: Mapping[LinkChannel, int] = {"heads": 1, "payloads": 2, "shared flags": 3}
 UNKNOWN = -1.0  # power of a norm that nobody asked for; NaN is that of gradients which are NaN
-ROOM = 4096  # bytes of a payload in every parcel of values
+ROOM = 4096  # bytes of a payload's head, and of its elements, with every minibatch
 
 
 class PendingTransfer(NamedTuple):
@@ -88,11 +98,9 @@ class RankLinks:
         self.pairs = frozenset(pairs)
         self._device, self._names_stages = device, names_stages
         self.sends_wait = backend_of(device, groups.pipeline_group) != "gloo"  # in line
-        # For what has no link. On gloo it may take nothing but memory of the host.
+        # For what has no link; on gloo, which sends nothing but memory of the host.
         pipelines = groups.mesh.groups_along(groups.mesh.pipeline_axes)
-        self._rest, self._rest_device = groups.pipeline_group, device
-        if self.sends_wait:
-            self._rest, self._rest_device = _group_on_gloo(groups, pipelines), torch.device("cpu")
+        self._rest, self._rest_device = groups.host_group, torch.device("cpu")
         # By pair: the group, and the other's rank in it. In an order that is the same on all ranks.
         self._ends: dict[Pair, tuple[dist.ProcessGroup, int]] = {}
         for pair in sorted(self.pairs):
@@ -111,51 +119,52 @@ class RankLinks:
             )
 
     def receive(
-        self, source: int, spec: LeafSpec, what: object, *, apart: bool = False
+        self, source: int, spec: LeafSpec, what: object, *, tag: int = 0
     ) -> PendingTransfer:
-        """Begin to receive a tensor as `spec` describes it; `apart`: not on the link."""
+        """Begin to receive a tensor like `spec`; with a `tag` into memory of the host."""
         # With the strides that the sender's tensor has: no copy on this side.
-        device = self._device_of((source, self.place), apart=apart)
+        device = self._device_of((source, self.place), tag)
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-        return self._receive_into(buffer, source, what, apart=apart)
+        return self._receive_into(buffer, source, what, tag=tag)
 
     def _receive_into(
-        self, buffer: Tensor, source: int, what: object, *, apart: bool = False
+        self, buffer: Tensor, source: int, what: object, *, tag: int = 0
     ) -> PendingTransfer:
-        group, other = self._end((source, self.place), source, apart=apart)
+        group, other = self._end((source, self.place), source, tag)
         try:
-            work = group.recv([_memory(buffer)], other, 0)
+            work = group.recv([_memory(buffer)], other, tag)
         except RuntimeError as error:
             self._fail(source, what, error, is_receive=True)
         return PendingTransfer(work, buffer, source, True, what)
 
-    def send(
-        self, target: int, tensor: Tensor, what: object, *, apart: bool = False
-    ) -> PendingTransfer:
-        """Begin to send a dense tensor; `apart`: not on the link."""
-        group, other = self._end((self.place, target), target, apart=apart)
-        sent = _memory(tensor).to(self._device_of((self.place, target), apart=apart))
+    def send(self, target: int, tensor: Tensor, what: object, *, tag: int = 0) -> PendingTransfer:
+        """Begin to send a dense tensor; with a `tag` through memory of the host."""
+        group, other = self._end((self.place, target), target, tag)
+        # as memory says: a conjugate may be a mark on the tensor alone
+        sent = _memory(tensor.resolve_conj().resolve_neg())
+        sent = sent.to(self._device_of((self.place, target), tag))
         try:
-            work = group.send([sent], other, 0)
+            work = group.send([sent], other, tag)
         except RuntimeError as error:
             self._fail(target, what, error, is_receive=False)
         return PendingTransfer(work, sent, target, False, what)
 
-    def _end(self, pair: Pair, other: int, *, apart: bool) -> tuple[dist.ProcessGroup, int]:
+    def _end(self, pair: Pair, other: int, tag: int) -> tuple[dist.ProcessGroup, int]:
         # A group with the `other` place of the pipeline, and its rank in the group
-        return (self._rest, other) if apart or pair not in self._ends else self._ends[pair]
+        return (self._rest, other) if tag or pair not in self._ends else self._ends[pair]
 
-    def _device_of(self, pair: Pair, *, apart: bool) -> torch.device:
+    def _device_of(self, pair: Pair, tag: int) -> torch.device:
         # Where the tensors are that travel between the two
-        return self._rest_device if apart or pair not in self._ends else self._device
+        return self._rest_device if tag or pair not in self._ends else self._device
 
-    def wait(self, transfer: PendingTransfer) -> Tensor:
-        """Return the tensor, on the device, once the transfer is over."""
+    def wait(self, transfer: PendingTransfer, *, on_host: bool = False) -> Tensor:
+        """Return the tensor once the transfer is over, on the device or where it came."""
         try:
             transfer.work.wait()
         except RuntimeError as error:
             self._fail(transfer.other, transfer.what, error, is_receive=transfer.is_receive)
-        return transfer.tensor.to(self._device) if transfer.is_receive else transfer.tensor
+        is_there = on_host or not transfer.is_receive
+        return transfer.tensor if is_there else transfer.tensor.to(self._device)
 
     def _fail(
         self, other_place: int, what: object, error: RuntimeError, *, is_receive: bool
@@ -173,77 +182,6 @@ class RankLinks:
             lost = "it" if self._names_stages else other
             text = f"{me} could not send {what} to {other}: {lost} is gone, stopped or late"
         raise PeerLostError(f"{text} ({error})") from error
-
-
-def _group_on_gloo(groups: PipelineGroups, pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    # A group of the pipeline for messages through memory of the host. Collective.
-    try:
-        group = groups.make(pipelines, backend="gloo")
-    except RuntimeError as error:
-        raise RuntimeError(
-            "a pipeline needs a process group on gloo beside NCCL's, and it could not be made: set "
-            "GLOO_SOCKET_IFNAME to the network interface by which the machines reach each other, "
-            f"such as eth0, on all of them ({error})"
-        ) from error
-    assert group is not None
-    return group
-
-
-# ---- pipelines with a flush ----------------------------------------------------------------------
-
-
-class MessageExchange:
-    """Exchanges the messages of a step's schedule with the other ranks of this rank's pipeline."""
-
-    def __init__(self, links: RankLinks) -> None:
-        self._links = links
-        # Keys are ids of messages: to hash a message as a whole takes longer.
-        self._receives: dict[int, PendingTransfer] = {}
-        self._own: dict[int, Tensor] = {}  # from one stage of this rank to another
-        self._sends: dict[int, list[tuple[Message, PendingTransfer]]] = {}  # by receiver
-
-    def begin(self, messages: Sequence[Message]) -> None:
-        """Begin to receive."""
-        for message in messages:
-            self._receives[id(message)] = self._links.receive(message.sender, message.spec, message)
-
-    def receive(self, message: Message) -> Tensor:
-        """Return the tensor of `message`, once it is here."""
-        if message.sender == message.receiver:
-            return self._own.pop(id(message))
-        received = self._links.wait(self._receives.pop(id(message)))
-        # The sender had used what came before it made this message, so those sends are over. Gloo
-        # tells nobody, and their memory would stay: wait for them, which takes no time.
-        if sends := self._sends.get(message.sender):
-            kept = []
-            for each in sends:
-                if each[0].used <= message.made:
-                    self._links.wait(each[1])
-                else:
-                    kept.append(each)
-            self._sends[message.sender] = kept
-        return received
-
-    def send(self, message: Message, tensor: Tensor) -> None:
-        """Begin to send."""
-        if message.sender == message.receiver:
-            self._own[id(message)] = tensor
-            return
-        transfer = self._links.send(message.receiver, _laid_out(tensor, message.spec), message)
-        # The tensor must stay until it has arrived.
-        self._sends.setdefault(message.receiver, []).append((message, transfer))
-
-    def finish(self) -> None:
-        """Wait until all sends have arrived."""
-        for sends in self._sends.values():
-            for _, transfer in sends:
-                self._links.wait(transfer)
-        self._sends = {}
-        assert not self._receives and not self._own, "a message that nobody waited for"
-
-    def forget(self) -> None:
-        """Drop what is under way, after an error."""
-        self._receives, self._own, self._sends = {}, {}, {}
 
 
 # ---- asynchronous pipelines ----------------------------------------------------------------------
@@ -265,7 +203,7 @@ class StageLinks:
 
     There is one stage on each rank. Parcels (lists of tensors) of all channels travel from one
     stage to another in the order in which they are sent, and their receives are begun in that
-    order. Only payloads that have no room in their parcel come apart, in order among themselves.
+    order. Those of the channels `ON_HOST` come apart, in order among themselves.
 
     Nothing else travels on the links while minibatches are in flight.
     """
@@ -280,16 +218,16 @@ class StageLinks:
         self, channel: LinkChannel, source: int, minibatch: int, specs: Sequence[LeafSpec]
     ) -> None:
         """Begin to receive the next parcel of stage `source`."""
-        what = _ParcelName(channel, minibatch)
-        apart = channel == "payloads"
-        transfers = [self._links.receive(source, spec, what, apart=apart) for spec in specs]
+        what, tag = _ParcelName(channel, minibatch), ON_HOST.get(channel, 0)
+        transfers = [self._links.receive(source, spec, what, tag=tag) for spec in specs]
         self._receives.setdefault((channel, source), deque()).append((minibatch, transfers))
 
     def receive(self, channel: LinkChannel, source: int, minibatch: int) -> list[Tensor]:
         """Return the tensors of the parcel of `source` that was begun first, once they are here."""
         of_minibatch, transfers = self._receives[channel, source].popleft()
         assert of_minibatch == minibatch, (channel, source, of_minibatch, minibatch)
-        return [self._links.wait(transfer) for transfer in transfers]
+        on_host = channel in ON_HOST
+        return [self._links.wait(transfer, on_host=on_host) for transfer in transfers]
 
     def send(
         self,
@@ -300,22 +238,22 @@ class StageLinks:
         specs: Sequence[LeafSpec] | None = None,
     ) -> None:
         """Begin to send a parcel, with the dtypes and strides of `specs`."""
-        what, transfers = _ParcelName(channel, minibatch), []
+        what, tag, transfers = _ParcelName(channel, minibatch), ON_HOST.get(channel, 0), []
         for number, tensor in enumerate(tensors):
-            sent = tensor if specs is None else _laid_out(tensor, specs[number])
-            transfers.append(self._links.send(target, sent, what, apart=channel == "payloads"))
+            sent = tensor if specs is None else laid_out(tensor, specs[number])
+            transfers.append(self._links.send(target, sent, what, tag=tag))
         self._sends.setdefault((channel, target), deque()).append((minibatch, transfers))
 
-    def free_sent(self, channel: LinkChannel, target: int, before: int) -> None:
+    def free_sent(self, target: int, before: int) -> None:
         """Free what `target` is known to have used: parcels of minibatches before this one.
 
         Gloo tells nobody when a send is over; to wait for one that is takes no time.
         """
         # in the order in which they were sent, so the oldest are in front
-        sends = self._sends.get((channel, target))
-        while sends and sends[0][0] < before:
-            for transfer in sends.popleft()[1]:
-                self._links.wait(transfer)
+        for (_, other), sends in self._sends.items():
+            while other == target and sends and sends[0][0] < before:
+                for transfer in sends.popleft()[1]:
+                    self._links.wait(transfer)
 
     def finish(self) -> None:
         """Wait until all sends have arrived."""
@@ -500,26 +438,31 @@ class StageInputs:
 
 # ---- what travels back with a minibatch ----------------------------------------------------------
 
+Payload = tuple[bytes, Tensor]
+_LENGTHS = struct.Struct("<qq")
+
 
 @dataclass
 class SideValues:
     """Values that travel back from stage to stage with the gradients of a minibatch.
 
     `loss` is one number. `powers` (stages,) are norms of gradients to their power, so that they
-    add up; UNKNOWN where nobody asked. `payload` is the caller's.
+    add up; UNKNOWN where nobody asked. `payload` is the caller's: its head, in memory of the host,
+    and its elements, (n,) bytes on the device.
     """
 
     loss: Tensor
     powers: Tensor
-    payload: bytes | None = None
+    payload: Payload | None = None
 
 
 @dataclass
 class ValueParcels:
     """Sends side values along `links` of `num_stages` stages, and receives them, on `device`.
 
-    A parcel is bytes: the loss, the length of the payload (-1: none), the powers, all float64, and
-    the first `ROOM` bytes of the payload. What has no room follows apart.
+    A parcel is bytes on the device: the loss and the powers, float64, and the first `ROOM` elements
+    of the payload. Its head comes apart, on the host: two lengths (of the head, -1 without a
+    payload, and of the elements), and `ROOM` bytes. What has no room follows, on the host too.
     """
 
     links: StageLinks
@@ -529,26 +472,30 @@ class ValueParcels:
 
     def send(self, minibatch: int, values: SideValues) -> None:
         """Begin to send to the stage before; nothing on the first."""
-        stage = self.links.stage
-        if stage == 0:
+        target = self.links.stage - 1
+        if target < 0:
             return
-        payload = values.payload or b""
-        # (2 + stages,): loss, length, powers.
-        numbers = torch.empty(self.num_stages + 2, dtype=torch.float64, device=self.device)
-        numbers[0], numbers[2:] = values.loss, values.powers
-        numbers[1] = -1 if values.payload is None else len(payload)
-        text = _bytes_tensor(payload[:ROOM].ljust(ROOM, b"\0")).to(self.device)
-        parcel = torch.cat([numbers.view(torch.uint8), text])
-        self.links.send("values", stage - 1, minibatch, [parcel])
-        if rest := payload[ROOM:]:
-            self.links.send("payloads", stage - 1, minibatch, [_bytes_tensor(rest)])
+        head, elements = values.payload or (b"", torch.empty(0, dtype=torch.uint8))
+        lengths = _LENGTHS.pack(-1 if values.payload is None else len(head), len(elements))
+        text = _bytes_tensor(lengths + head[:ROOM].ljust(ROOM, b"\0"))
+        self.links.send("heads", target, minibatch, [text])
+        # (1 + stages,) numbers, and bytes of the payload.
+        parcel = torch.empty(self._numbers + ROOM, dtype=torch.uint8, device=self.device)
+        numbers, room = parcel[: self._numbers].view(torch.float64), parcel[self._numbers :]
+        numbers[0], numbers[1:] = values.loss, values.powers
+        room[: len(elements)] = elements[:ROOM]
+        self.links.send("values", target, minibatch, [parcel])
+        if max(len(head), len(elements)) > ROOM:
+            rest = head[ROOM:] + elements[ROOM:].cpu().numpy().tobytes()
+            self.links.send("payloads", target, minibatch, [_bytes_tensor(rest)])
 
     def begin(self, minibatch: int) -> None:
         """Begin to receive from the stage behind, if there is one and that is not done yet."""
-        if minibatch not in self._begun and self.links.stage + 1 < self.num_stages:
+        source = self.links.stage + 1
+        if minibatch not in self._begun and source < self.num_stages:
             self._begun.add(minibatch)
-            spec = _spec_of_bytes(self._head + ROOM)
-            self.links.begin("values", self.links.stage + 1, minibatch, [spec])
+            self.links.begin("heads", source, minibatch, [_spec_of_bytes(_LENGTHS.size + ROOM)])
+            self.links.begin("values", source, minibatch, [_spec_of_bytes(self._numbers + ROOM)])
 
     def receive(self, minibatch: int) -> SideValues:
         """Return the values of a minibatch, once they are here."""
@@ -556,33 +503,39 @@ class ValueParcels:
         self._begun.discard(minibatch)
         source = self.links.stage + 1
         (parcel,) = self.links.receive("values", source, minibatch)
-        # The same layout as in `send`; bytes of the payload on the host.
-        numbers = parcel[: self._head].view(torch.float64)
-        length, payload = int(numbers[1]), None
-        if length >= 0:
-            payload = parcel[self._head :].cpu().numpy().tobytes()[:length]
-        if payload is not None and length > ROOM:
-            self.links.begin("payloads", source, minibatch, [_spec_of_bytes(length - ROOM)])
+        # The same layout as in `send`.
+        numbers = parcel[: self._numbers].view(torch.float64)
+        text = self.links.receive("heads", source, minibatch)[0].numpy().tobytes()
+        length, count = _LENGTHS.unpack_from(text)
+        head = text[_LENGTHS.size :][: max(length, 0)]
+        elements = parcel[self._numbers :][:count]
+        if max(length, count) > ROOM:
+            size = max(length - ROOM, 0) + max(count - ROOM, 0)
+            self.links.begin("payloads", source, minibatch, [_spec_of_bytes(size)])
             (rest,) = self.links.receive("payloads", source, minibatch)
-            payload += rest.cpu().numpy().tobytes()
-        return SideValues(numbers[0].to(torch.get_default_dtype()), numbers[2:].clone(), payload)
+            head += rest[: max(length - ROOM, 0)].numpy().tobytes()
+            elements = torch.cat([elements, rest[max(length - ROOM, 0) :].to(self.device)])
+        payload = None if length < 0 else (head, elements)
+        return SideValues(numbers[0].to(torch.get_default_dtype()), numbers[1:].clone(), payload)
 
     @property
-    def _head(self) -> int:
-        # Bytes in front of the payload
-        return 8 * (self.num_stages + 2)
+    def _numbers(self) -> int:
+        # Bytes of the loss and the powers
+        return 8 * (self.num_stages + 1)
 
 
 # ---- tensors and their memory --------------------------------------------------------------------
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    # The memory of a dense tensor as (n,), in the order in which it lies there
-    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    # The memory of a dense tensor as bytes, (n,), in the order in which it lies there
+    is_flat = tensor.is_contiguous()
+    flat = tensor.view(-1) if is_flat else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
-def _laid_out(tensor: Tensor, spec: LeafSpec) -> Tensor:
-    # `tensor`, or a copy, with the dtype and strides that the receiver expects
+def laid_out(tensor: Tensor, spec: LeafSpec) -> Tensor:
+    """Return `tensor`, or a copy, with the dtype and strides that the receiver expects."""
     if tensor.dtype == spec.dtype and tensor.stride() == spec.stride:
         return tensor
     assert tensor.shape == spec.shape, (tensor.shape, spec)

@@ -10,8 +10,7 @@
 A step of n microbatches: `StepFlows` traces the user's step once, `StepPrograms` gives this rank's
 actions with the messages around them, `run_actions` runs them one after the other, and gradients
 are averaged over data ranks as soon as a stage has ended. The engine makes the run before it
-applies techniques. What is exchanged outside of a step's program is at the end of this module:
-losses, values of any kind, and gradients by the plan's method.
+applies techniques. What data ranks exchange by the plan's method is at the end of this module.
 """
 
 from __future__ import annotations
@@ -25,37 +24,36 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_topt.communication.collectives import State as ExchangeState
 from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.execution.applied_techniques import AppliedTechniques
-from lightning_topt.execution.pipeline.p2p import MessageExchange, RankLinks
+from lightning_topt.execution.pipeline.p2p import RankLinks
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges, StageNorms
 from lightning_topt.execution.pipeline.stage_layout import (
+    Crossings,
+    Pair,
     PipelineGroups,
     StageBuffers,
-    StageLayout,
-    average_over_data_ranks,
-    place_parameters,
-)
-from lightning_topt.execution.pipeline.stage_pass import OneStageOrder, RandomOrder, StagePass
-from lightning_topt.execution.pipeline.step_flows import (
-    Crossings,
-    Message,
-    Pair,
-    ProgramStep,
     StageFlow,
+    StageLayout,
     Step,
     StepFlows,
+    average_over_data_ranks,
+    loss_of_step,
+    place_parameters,
+)
+from lightning_topt.execution.pipeline.stage_pass import OneStageOrder, RandomOrder
+from lightning_topt.execution.pipeline.step_program import (
+    MessageExchange,
     StepPrograms,
+    run_actions,
+    share_losses,
 )
 from lightning_topt.execution.states import load_module_state, module_state
-from lightning_topt.graph.step_flow import TensorRef
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.technique import Applied, RunOptions
@@ -226,9 +224,12 @@ class PipelineRun:
         # Forward passes alone; the last stage's result goes to all ranks.
         with torch.no_grad():
             results = self._run([batch], step, self.flows.of(step, [batch]), factors=None)
-            last = self.layout.rank_of_stage[-1]
             return value_of_rank(
-                results.get(0), self.groups.pipeline_group, place=last, device=self.device
+                results.get(0),
+                self.groups.pipeline_group,
+                place=self.layout.rank_of_stage[-1],
+                device=self.device,
+                host_group=self.groups.host_group,
             )
 
     def check_drained(self) -> None:
@@ -384,123 +385,6 @@ def _of_every_rank(pairs: frozenset[Pair]) -> frozenset[Pair]:
     # Return the pairs of all ranks of the run together. Collective.
     # Each replica of the pipeline traced its own microbatch, and what crosses may depend on values.
     return frozenset(pair for own in values_of_group(pairs) for pair in own)
-
-
-# ---- actions -------------------------------------------------------------------------------------
-
-
-def run_actions(
-    program: Sequence[ProgramStep],
-    passes: Sequence[StagePass],
-    peers: MessageExchange,
-    runs: Sequence[Callable[[], Any]],
-    *,
-    last_stage: int,
-    loss_of: Callable[[int, Any], Tensor] | None = None,
-    ended: Callable[[int], None] = lambda stage: None,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> dict[int, Any]:
-    """Run the actions of one rank, one after the other, with the messages around them.
-
-    Args:
-        program: of this rank.
-        passes: ``passes[m]`` are those of this rank's stages on microbatch m.
-        peers: the other ranks of the pipeline.
-        runs: ``runs[m]`` runs the user's step on microbatch m.
-        last_stage: the one that returns the step's results.
-        loss_of: ``loss_of(m, result)`` is the loss that is differentiated, with its graph.
-        ended: is called with a stage whose parameters have all their gradients.
-        around: makes the context of forward passes.
-
-    Returns:
-        The results of `last_stage` by microbatch, without graphs, if it is this rank's.
-    """
-    results: dict[int, Any] = {}
-    losses: dict[int, Tensor] = {}  # of the last stage, from a forward to its backward
-    for step in program:
-        action = step.action
-        stage, microbatch = action.stage_index, action.microbatch_index
-        # Receives of the next actions, so that they overlap with this one.
-        if step.begins:
-            peers.begin(step.begins)
-        if action.kind == "forward":
-            received = {message.ref: peers.receive(message) for message in step.needs}
-            # Compute, and send without waiting.
-            with around():
-                output = passes[microbatch].forward(stage, microbatch, runs[microbatch], received)
-            for message in step.sends:
-                peers.send(message, output.sent[message.ref])
-            if stage == last_stage:
-                results[microbatch] = tree_map_only(Tensor, Tensor.detach, output.result)
-                if loss_of is not None:
-                    losses[microbatch] = loss_of(microbatch, output.result)
-            del received, output
-        elif action.kind == "backward_weight":
-            passes[microbatch].backward_weight(stage, microbatch)
-        else:
-            of_microbatch = passes[microbatch]
-            # Backward of all, or of inputs alone with that of parameters to follow.
-            run = (
-                of_microbatch.backward
-                if action.kind == "backward"
-                else of_microbatch.backward_input
-            )
-            loss = losses.pop(microbatch) if stage == last_stage else None
-            gradients = run(stage, microbatch, _summed(step.needs, peers), loss=loss)
-            for message in step.sends:
-                peers.send(message, gradients[message.ref])
-            del gradients, loss
-        # Gradients of a stage are complete: their average over data ranks may begin.
-        for ended_stage in step.ends:
-            ended(ended_stage)
-    # Sends may still be on their way when the last action is done.
-    peers.finish()
-    return results
-
-
-def _summed(needs: Sequence[Message], peers: MessageExchange) -> dict[TensorRef, Tensor]:
-    # The gradients of what a stage has sent, summed over its receivers
-    found: dict[TensorRef, Tensor] = {}
-    for message in needs:  # one activation may have gone to several stages
-        gradient = peers.receive(message)
-        found[message.ref] = found[message.ref] + gradient if message.ref in found else gradient
-    return found
-
-
-# ---- losses and other values ---------------------------------------------------------------------
-
-
-def loss_of_step(result: object) -> Tensor:
-    """Return the loss that a step returned. Raises ValueError where it is none."""
-    if not isinstance(result, Tensor) or result.numel() != 1:
-        raise ValueError(
-            "a step under a plan with stages returns its loss, one number, for every microbatch; "
-            f"got {type(result).__name__}"
-        )
-    return result
-
-
-def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None:
-    """Give all ranks of the pipeline the `values` of rank `source`, which runs the last stage.
-
-    By messages, since gloo takes longer to begin a collective call. Raises PeerLostError where a
-    rank is gone.
-    """
-    group, own = groups.pipeline_group, groups.rank
-    try:
-        if own == source:
-            others = (rank for rank in range(len(groups.pipeline)) if rank != own)
-            works = [group.send([values], rank, 0) for rank in others]
-        else:
-            works = [group.recv([values], source, 0)]
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise PeerLostError(
-            f"rank {dist.get_rank()} exchanged the losses of the step with rank "
-            f"{groups.pipeline[source]}, which runs the last stage: a rank is gone, stopped or "
-            f"late ({error})"
-        ) from error
 
 
 # ---- gradients by a method of the plan -----------------------------------------------------------

@@ -1,5 +1,7 @@
-"""Where parameters and buffers of a model with stages are, and the groups of their ranks.
+"""What stages do and keep: parts of a step, parameters, buffers; and the groups of their ranks.
 
+StepFlows             the calls of a step, the stage of each, what crosses between stages; traced
+                      once for every kind of step and signature of a microbatch
 PipelineGroups        this rank's place in the mesh: its pipeline, its data and tensor ranks
 StageLayout           what each stage needs, and the ranks of a pipeline that hold it
 NonLocalParameters    parameters that no stage of this rank needs: they give their memory back
@@ -8,8 +10,17 @@ StageBuffers          all ranks keep buffers, and the stage that changes one has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +29,183 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_topt.communication.collectives import travel_device
+from lightning_topt.communication.collectives import backend_of, travel_device
 from lightning_topt.communication.topology import abort_groups, at_exit, destroy_groups, group_of
-from lightning_topt.execution.pipeline.step_flows import StageFlow
+from lightning_topt.execution.pipeline.stage_pass import RandomOrder, StagePass
+from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.step_flow import StepFlow
+from lightning_topt.graph.step_flow import LeafSpec, StepFlow, TensorRef, assign_calls
+from lightning_topt.graph.structures import PLAIN, tensors_in
 
+Pair = tuple[int, int]  # of ranks: sender, receiver
+Step = Callable[[nn.Module, Any], Any]
+_KEPT = 64  # flows that are known; others are made again
 AT_ONCE = 8  # parameters that travel at the same time
 _BROADCAST_BYTES = 250 << 20  # of buffers in one broadcast, as under DDP
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """Tensors that cross between stages in a microbatch.
+
+    `targets` has the stages that need each, `specs` all about it but its elements, and
+    `stage_of_call` the stage of each call.
+    """
+
+    targets: Mapping[TensorRef, tuple[int, ...]]
+    specs: Mapping[TensorRef, LeafSpec]
+    stage_of_call: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StageFlow:
+    """A step's flow, cut into stages, and the passes of this rank's stages on it.
+
+    `stage_of_call` has the stage of each call, `crossings` what crosses between stages.
+    """
+
+    flow: StepFlow
+    stage_of_call: tuple[int, ...]
+    crossings: Crossings
+    passes: StagePass
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it serves later steps with microbatches of the same signature."""
+        return not self.flow.reads_values
+
+
+class StepFlows:
+    """The flows of steps of `module`, on `device`; `stages` name the blocks of each stage.
+
+    `of` traces: all ranks must ask for the same, in the same order. Once techniques are applied,
+    `whole` makes split tensors full, and parameters are unsharded within
+    `unsharded`. With `shares_casts` microbatches share 16-bit casts of parameters (`StagePass`).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Sequence[Collection[str]],
+        *,
+        device: torch.device,
+        order: RandomOrder | None = None,
+        shares_casts: bool = True,
+    ) -> None:
+        self._module, self._device, self._shares_casts = module, device, shares_casts
+        self._stages = [tuple(blocks) for blocks in stages]
+        self.order = RandomOrder(device) if order is None else order
+        self.whole: Callable[[Any], Any] = lambda value: value
+        self.unsharded: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._submodules = list(module.modules())
+        self._known: dict[Hashable, StageFlow] = {}
+        # The modules of each stage in the first step, those in no named block too.
+        self._modules: list[tuple[str, ...]] = []
+
+    @property
+    def units(self) -> list[str]:
+        """The named blocks."""
+        return [block for blocks in self._stages for block in blocks]
+
+    def of(self, step: Step, microbatches: Sequence[object]) -> list[StageFlow]:
+        """Return the flow of `step` on each microbatch."""
+        # Modes of modules and frozen parameters may change what a step calls.
+        modes = (
+            tuple([submodule.training for submodule in self._submodules]),
+            tuple([parameter.requires_grad for parameter in parameters_in(self._submodules)]),
+        )
+        # A step is known by its code, or by its class.
+        function = getattr(step, "__func__", step)
+        code: Hashable = getattr(function, "__code__", type(step).__qualname__)
+        common = (code, torch.is_grad_enabled(), modes)
+        found = []
+        for microbatch in microbatches:
+            key = (common, signature(microbatch))
+            flow = self._known.get(key)
+            if flow is None:
+                flow = self._trace(step, microbatch)
+                if flow.is_kept:
+                    if len(self._known) >= _KEPT:
+                        del self._known[next(iter(self._known))]
+                    self._known[key] = flow
+            found.append(flow)
+        return found
+
+    def _trace(self, step: Step, microbatch: object) -> StageFlow:
+        with self.unsharded():
+            flow = trace_flow(self._module, step, microbatch, units=self.units, device=self._device)
+        # Blocks of each stage. In later steps units stay where the first step had them, and some
+        # may be missing.
+        stages = self._stages
+        if self._modules:
+            called = {call.module for call in flow.calls}
+            stages = [tuple(name for name in names if name in called) for names in self._modules]
+        stage_of_call = assign_calls(flow, stages)
+        if not self._modules:
+            # For each stage, the modules that only this stage calls.
+            users: dict[str, set[int]] = {}
+            for call, stage in zip(flow.calls, stage_of_call, strict=True):
+                users.setdefault(call.module, set()).add(stage)
+            self._modules = [
+                tuple(name for name, where in users.items() if where == {stage})
+                for stage in range(len(self._stages))
+            ]
+        # What crosses between stages, and the passes that make and use it.
+        targets = flow.crossings(stage_of_call)
+        crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
+        passes = StagePass(
+            self._module,
+            flow,
+            stage_of_call,
+            units=self.units,
+            device=self._device,
+            order=self.order,
+            whole=lambda value: self.whole(value),  # known once techniques have been applied
+            shares_casts=self._shares_casts,
+        )
+        return StageFlow(flow, stage_of_call, crossings, passes)
+
+
+def signature(value: object) -> Hashable:
+    """Return all about a microbatch that a flow may depend on.
+
+    That are shapes and dtypes of its tensors, and its other values; of floats the type alone.
+    """
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, float | complex):
+        return type(value).__name__
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, signature(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(signature, value))
+    return type(value), tuple(map(signature, tensors_in(value)))
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the own parameters of each of `modules`; one that several share more than once.
+
+    To walk all modules anew takes longer than a small pass.
+    """
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield parameter
+
+
+def loss_of_step(result: object) -> Tensor:
+    """Return the loss that a step returned. Raises ValueError where it is none."""
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        raise ValueError(
+            "a step under a plan with stages returns its loss, one number, for every microbatch; "
+            f"got {type(result).__name__}"
+        )
+    return result
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 class PipelineGroups:
@@ -38,6 +218,7 @@ class PipelineGroups:
         rank: the place along the pipeline.
         pipeline: the ranks of this pipeline.
         pipeline_group: their group.
+        host_group: the same ranks on gloo, for values that are in memory of the host.
         data_group: the ranks that run the same stages on other parts of the batch, or this alone.
         data: the same; None: one part.
         data_rank: this rank's part.
@@ -51,7 +232,9 @@ class PipelineGroups:
         self._made: list[dist.ProcessGroup] = []
         self._call_off: Callable[[], None] | None = None
         # Groups are made in the same order on all ranks.
-        self.pipeline_group = self.own(mesh.groups_along(mesh.pipeline_axes))
+        pipelines = mesh.groups_along(mesh.pipeline_axes)
+        self.pipeline_group = self.own(pipelines)
+        self.host_group = self.on_host(pipelines, self.pipeline_group)
         self.data_group = self.own(mesh.groups_along(mesh.data_axes))
         self.data = self.data_group if mesh.data_parallel_size > 1 else None
         self.tensor = self.own(mesh.groups_along(mesh.tensor_axes)) if mesh.tensor_axes else None
@@ -72,6 +255,26 @@ class PipelineGroups:
         group = self.make(parts)
         assert group is not None
         return group
+
+    def on_host(
+        self, parts: Sequence[Sequence[int]], group: dist.ProcessGroup
+    ) -> dist.ProcessGroup:
+        """Return a group on gloo of the ranks of `group`, this rank's of `parts`; it may be that.
+
+        Raises RuntimeError, with the way out, where none can be made.
+        """
+        if backend_of(torch.device("cpu"), group) == "gloo":
+            return group
+        try:
+            made = self.make(parts, backend="gloo")
+        except RuntimeError as error:
+            raise RuntimeError(
+                "a pipeline needs a process group on gloo beside NCCL's, and it could not be made: "
+                "set GLOO_SOCKET_IFNAME to the network interface by which the machines reach each "
+                f"other, such as eth0, on all of them ({error})"
+            ) from error
+        assert made is not None
+        return made
 
     def destroy(self) -> None:
         """Destroy all groups but that of the data ranks. Nothing may be under way on any rank."""

@@ -25,16 +25,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.schedules.staleness import Staleness, running_staleness
+from lightning_topt.schedules.schedules import Completes, continuous_schedule
+from lightning_topt.schedules.staleness import StageStaleness, Staleness, staleness
 from lightning_topt.weight_prediction.rules import Prediction, StagePrediction, default_prediction
 from lightning_topt.weight_prediction.weights import unseen
 
 _KEPT = 16  # times the stages and the lag per hop: more than staleness looks back
+_SETTLED = 4  # round trips after which a schedule of unit passes repeats itself, generously
 Group = dict[str, Any]  # all entries of a parameter group but "params"
 Groups = list[Group]
 
@@ -65,11 +68,6 @@ class StageWeights:
         self._prediction, self._accumulate = prediction, 1
         self._rules = self._make_rules()
         self.rates = MinibatchRates(self._optimizers)
-
-    @property
-    def num_versions(self) -> int:
-        """The most copies of the stage's weights at once, beside the storages."""
-        return max((rule.num_versions for rule in self._rules), default=0)
 
     @property
     def held_bytes(self) -> int:
@@ -192,6 +190,60 @@ class UpdatePattern:
         )
         # Versions are counted by this stage, not from the pattern.
         return found._replace(version=self.version)
+
+
+def running_staleness(
+    minibatch: int,
+    *,
+    stage: int,
+    kind: Literal["forward", "backward"],
+    num_stages: int,
+    completes: Completes,
+    num_minibatches: int | None = None,
+    lag_per_hop: int = 1,
+) -> Staleness:
+    """Return the staleness of a pass in a run of which only the near future is known.
+
+    The same as that of `staleness` for the whole schedule, but for `version`, which is of no use.
+
+    Args:
+        minibatch: its index since the last drained state.
+        stage: index of the stage.
+        kind: the pass.
+        num_stages: stages of the pipeline.
+        completes: says of minibatches around this one whether they complete an update.
+        num_minibatches: how many there are from the last drained state to the next, if known.
+        lag_per_hop: as in `continuous_schedule`.
+    """
+    # A window of minibatches around this one, with the drained states that lie within reach.
+    reach = _SETTLED * num_stages * lag_per_hop
+    total = minibatch + reach if num_minibatches is None else num_minibatches
+    start = max(0, min(minibatch - reach, total - 2 * reach))
+    stop = (
+        min(total, max(minibatch + reach, 2 * reach))
+        if num_minibatches is not None
+        else start + 2 * reach
+    )
+    pattern = tuple(completes(index) for index in range(start, stop))
+    stages = _of_pattern(pattern, num_stages=num_stages, lag_per_hop=lag_per_hop)
+    of_stage = stages[stage].forward if kind == "forward" else stages[stage].backward
+    return of_stage[minibatch - start]
+
+
+@lru_cache(maxsize=512)
+def _of_pattern(
+    pattern: tuple[bool, ...], *, num_stages: int, lag_per_hop: int
+) -> tuple[StageStaleness, ...]:
+    if not any(pattern):
+        none = (Staleness(0, 0, 0),) * len(pattern)
+        return (StageStaleness(none, none),) * num_stages
+    schedule = continuous_schedule(
+        num_ranks=num_stages,
+        num_minibatches=len(pattern),
+        lag_per_hop=lag_per_hop,
+        completes=pattern.__getitem__,
+    )
+    return staleness.__wrapped__(schedule)
 
 
 # ---- hyperparameters -----------------------------------------------------------------------------

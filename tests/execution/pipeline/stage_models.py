@@ -149,6 +149,30 @@ class Handed(Plain):
         return x
 
 
+class Spectrum(nn.Sequential):
+    """Returns complex numbers, which are marked as conjugates, and small integers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        real = super().forward(x.real) + x.imag
+        return torch.complex(real, x.real).conj(), real.argmax(-1).to(torch.int16)
+
+
+class Shortcut(Plain):
+    """NCCL knows no dtype that blocks return. In evaluations the last stage needs what the first
+    one makes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Spectrum(*block) for block in self.blocks)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first, places = x, _ = self.blocks[0](torch.complex(x, -x))
+        for block in self.blocks[1:]:
+            x, places = block(x + places.unsqueeze(-1) / 8)
+        return x.real if self.training else (x + first).real
+
+
 MODELS: dict[str, Callable[[], Plain]] = {
     "plain": Plain,
     "tied": Tied,
@@ -160,6 +184,7 @@ MODELS: dict[str, Callable[[], Plain]] = {
     "normed": Normed,
     "spare": Spare,
     "handed": Handed,
+    "shortcut": Shortcut,
     "dropout": lambda: Plain(dropout=0.5),
 }
 

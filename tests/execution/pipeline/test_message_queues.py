@@ -11,12 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_topt.execution.pipeline.step_flows import (
-    Crossings,
-    Message,
-    all_messages,
-    program_of,
-)
+from lightning_topt.execution.pipeline.stage_layout import Crossings
+from lightning_topt.execution.pipeline.step_program import Message, all_messages, program_of
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.schedules.check import ScheduleError, check_schedule
 from lightning_topt.schedules.schedules import (

@@ -163,6 +163,7 @@ CASES: dict[str, Case] = {
         "dropout", plan_of(2, "interleaved_zero_bubble", stages=4)
     ),
     "1f1b_overlapped batch norm": Case("normed", plan_of(2, "1f1b_overlapped"), evaluates=True),
+    "complex numbers": Case("shortcut", plan_of(2, "1f1b"), evaluates=True),
     "one microbatch": Case("plain", plan_of(2, "1f1b"), sizes=(4,)),
     "accumulated": Case(
         "tied", plan_of(2, "zbv", stages=4), accumulate=2, clip=0.1, evaluates=True

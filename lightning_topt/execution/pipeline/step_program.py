@@ -1,11 +1,7 @@
-"""What a step does: its calls, cut into stages, and each rank's actions with their messages.
-
-    StepFlows       the calls of a step, the stage of each, what crosses between stages; traced
-                    once for every kind of step and signature of a microbatch
-    StepPrograms    the schedule of a step, and the program of each rank: `ProgramStep`s
+"""What a rank does in a step of a pipeline with flush: its actions, and the messages around them.
 
     program = programs.program(schedule, flows, rank=0, sends_wait=False)
-    for step in program:          # `run_actions` in `pipeline_run` walks it
+    for step in program:          # `run_actions` walks it, with a `MessageExchange`
         step.begins               # receives to begin before the action
         step.needs                # what the action waits for
         step.sends                # what it makes
@@ -27,24 +23,28 @@ makes the message. Then no ranks wait in a circle. Proof: suppose that some pass
 that a wait for the device after them does not. Take the first of these in the order. What its rank
 has begun to receive is made by earlier passes, which end. What it has sent begins to be received
 after earlier passes of the other rank, which end too. So it ends.
+
+In the order of this module: programs, messages, losses.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from lightning_topt.execution.pipeline.stage_pass import RandomOrder, StagePass
-from lightning_topt.graph.flow_trace import trace_flow
-from lightning_topt.graph.step_flow import LeafSpec, StepFlow, TensorRef, assign_calls
-from lightning_topt.graph.structures import PLAIN, tensors_in
+from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.execution.pipeline.p2p import PendingTransfer, RankLinks, laid_out
+from lightning_topt.execution.pipeline.stage_layout import Crossings, PipelineGroups, StageFlow
+from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.check import Edges, run_order
 from lightning_topt.schedules.schedules import (
@@ -55,170 +55,13 @@ from lightning_topt.schedules.schedules import (
     make_schedule,
 )
 
-Pair = tuple[int, int]  # of ranks: sender, receiver
-Step = Callable[[nn.Module, Any], Any]
-_KEPT = 64  # flows, and sequences of flows whose programs are known; others are made again
-
+_KEPT = 64  # sequences of flows whose programs are known; others are made again
 # Receives are begun so many actions before they are needed: in 1F1B those of the next backward
 # and of the next forward. Not where sends wait: see [Note: one order of passes].
 LOOKAHEAD = 2
 # By which passes are put in one order: as many forward passes a pass takes, and a message.
 _SECONDS: Mapping[Kind, float] = {"forward": 1.0, "backward": 2.0, "update": 0.0}
 _MESSAGE_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Crossings:
-    """Tensors that cross between stages in a microbatch.
-
-    `targets` has the stages that need each, `specs` all about it but its elements, and
-    `stage_of_call` the stage of each call.
-    """
-
-    targets: Mapping[TensorRef, tuple[int, ...]]
-    specs: Mapping[TensorRef, LeafSpec]
-    stage_of_call: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class StageFlow:
-    """A step's flow, cut into stages, and the passes of this rank's stages on it.
-
-    `stage_of_call` has the stage of each call, `crossings` what crosses between stages.
-    """
-
-    flow: StepFlow
-    stage_of_call: tuple[int, ...]
-    crossings: Crossings
-    passes: StagePass
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it serves later steps with microbatches of the same signature."""
-        return not self.flow.reads_values
-
-
-class StepFlows:
-    """The flows of steps of `module`, on `device`; `stages` name the blocks of each stage.
-
-    `of` traces: all ranks must ask for the same, in the same order. Once techniques are applied,
-    `whole` makes split tensors full, and parameters are unsharded within
-    `unsharded`. With `shares_casts` microbatches share 16-bit casts of parameters (`StagePass`).
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        stages: Sequence[Collection[str]],
-        *,
-        device: torch.device,
-        order: RandomOrder | None = None,
-        shares_casts: bool = True,
-    ) -> None:
-        self._module, self._device, self._shares_casts = module, device, shares_casts
-        self._stages = [tuple(blocks) for blocks in stages]
-        self.order = RandomOrder(device) if order is None else order
-        self.whole: Callable[[Any], Any] = lambda value: value
-        self.unsharded: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._submodules = list(module.modules())
-        self._known: dict[Hashable, StageFlow] = {}
-        # The modules of each stage in the first step, those in no named block too.
-        self._modules: list[tuple[str, ...]] = []
-
-    @property
-    def units(self) -> list[str]:
-        """The named blocks."""
-        return [block for blocks in self._stages for block in blocks]
-
-    def of(self, step: Step, microbatches: Sequence[object]) -> list[StageFlow]:
-        """Return the flow of `step` on each microbatch."""
-        # Modes of modules and frozen parameters may change what a step calls.
-        modes = (
-            tuple([submodule.training for submodule in self._submodules]),
-            tuple([parameter.requires_grad for parameter in parameters_in(self._submodules)]),
-        )
-        # A step is known by its code, or by its class.
-        function = getattr(step, "__func__", step)
-        code: Hashable = getattr(function, "__code__", type(step).__qualname__)
-        common = (code, torch.is_grad_enabled(), modes)
-        found = []
-        for microbatch in microbatches:
-            key = (common, signature(microbatch))
-            flow = self._known.get(key)
-            if flow is None:
-                flow = self._trace(step, microbatch)
-                if flow.is_kept:
-                    if len(self._known) >= _KEPT:
-                        del self._known[next(iter(self._known))]
-                    self._known[key] = flow
-            found.append(flow)
-        return found
-
-    def _trace(self, step: Step, microbatch: object) -> StageFlow:
-        with self.unsharded():
-            flow = trace_flow(self._module, step, microbatch, units=self.units, device=self._device)
-        # Blocks of each stage. In later steps units stay where the first step had them, and some
-        # may be missing.
-        stages = self._stages
-        if self._modules:
-            called = {call.module for call in flow.calls}
-            stages = [tuple(name for name in names if name in called) for names in self._modules]
-        stage_of_call = assign_calls(flow, stages)
-        if not self._modules:
-            # For each stage, the modules that only this stage calls.
-            users: dict[str, set[int]] = {}
-            for call, stage in zip(flow.calls, stage_of_call, strict=True):
-                users.setdefault(call.module, set()).add(stage)
-            self._modules = [
-                tuple(name for name, where in users.items() if where == {stage})
-                for stage in range(len(self._stages))
-            ]
-        # What crosses between stages, and the passes that make and use it.
-        targets = flow.crossings(stage_of_call)
-        crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
-        passes = StagePass(
-            self._module,
-            flow,
-            stage_of_call,
-            units=self.units,
-            device=self._device,
-            order=self.order,
-            whole=lambda value: self.whole(value),  # known once techniques have been applied
-            shares_casts=self._shares_casts,
-        )
-        return StageFlow(flow, stage_of_call, crossings, passes)
-
-
-def signature(value: object) -> Hashable:
-    """Return all about a microbatch that a flow may depend on.
-
-    That are shapes and dtypes of its tensors, and its other values; of floats the type alone.
-    """
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
-    if isinstance(value, float | complex):
-        return type(value).__name__
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, Mapping):
-        return type(value), tuple((key, signature(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(signature, value))
-    return type(value), tuple(map(signature, tensors_in(value)))
-
-
-def parameters_in(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield the own parameters of each of `modules`; one that several share more than once.
-
-    To walk all modules anew takes longer than a small pass.
-    """
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                yield parameter
-
-
-# ---- programs ------------------------------------------------------------------------------------
 
 
 class StepPrograms:
@@ -269,6 +112,84 @@ class StepPrograms:
                     del self._programs[next(iter(self._programs))]
                 self._programs[key] = known
         return known
+
+
+def run_actions(
+    program: Sequence[ProgramStep],
+    passes: Sequence[StagePass],
+    peers: MessageExchange,
+    runs: Sequence[Callable[[], Any]],
+    *,
+    last_stage: int,
+    loss_of: Callable[[int, Any], Tensor] | None = None,
+    ended: Callable[[int], None] = lambda stage: None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[int, Any]:
+    """Run the actions of one rank, one after the other, with the messages around them.
+
+    Args:
+        program: of this rank.
+        passes: ``passes[m]`` are those of this rank's stages on microbatch m.
+        peers: the other ranks of the pipeline.
+        runs: ``runs[m]`` runs the user's step on microbatch m.
+        last_stage: the one that returns the step's results.
+        loss_of: ``loss_of(m, result)`` is the loss that is differentiated, with its graph.
+        ended: is called with a stage whose parameters have all their gradients.
+        around: makes the context of forward passes.
+
+    Returns:
+        The results of `last_stage` by microbatch, without graphs, if it is this rank's.
+    """
+    results: dict[int, Any] = {}
+    losses: dict[int, Tensor] = {}  # of the last stage, from a forward to its backward
+    for step in program:
+        action = step.action
+        stage, microbatch = action.stage_index, action.microbatch_index
+        # Receives of the next actions, so that they overlap with this one.
+        if step.begins:
+            peers.begin(step.begins)
+        if action.kind == "forward":
+            received = {message.ref: peers.receive(message) for message in step.needs}
+            # Compute, and send without waiting.
+            with around():
+                output = passes[microbatch].forward(stage, microbatch, runs[microbatch], received)
+            for message in step.sends:
+                peers.send(message, output.sent[message.ref])
+            if stage == last_stage:
+                results[microbatch] = tree_map_only(Tensor, Tensor.detach, output.result)
+                if loss_of is not None:
+                    losses[microbatch] = loss_of(microbatch, output.result)
+            del received, output
+        elif action.kind == "backward_weight":
+            passes[microbatch].backward_weight(stage, microbatch)
+        else:
+            of_microbatch = passes[microbatch]
+            # Backward of all, or of inputs alone with that of parameters to follow.
+            run = (
+                of_microbatch.backward
+                if action.kind == "backward"
+                else of_microbatch.backward_input
+            )
+            loss = losses.pop(microbatch) if stage == last_stage else None
+            gradients = run(stage, microbatch, _summed(step.needs, peers), loss=loss)
+            for message in step.sends:
+                peers.send(message, gradients[message.ref])
+            del gradients, loss
+        # Gradients of a stage are complete: their average over data ranks may begin.
+        for ended_stage in step.ends:
+            ended(ended_stage)
+    # Sends may still be on their way when the last action is done.
+    peers.finish()
+    return results
+
+
+def _summed(needs: Sequence[Message], peers: MessageExchange) -> dict[TensorRef, Tensor]:
+    # The gradients of what a stage has sent, summed over its receivers
+    found: dict[TensorRef, Tensor] = {}
+    for message in needs:  # one activation may have gone to several stages
+        gradient = peers.receive(message)
+        found[message.ref] = found[message.ref] + gradient if message.ref in found else gradient
+    return found
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -441,3 +362,83 @@ def _begins(incoming: Sequence[Message], count: int, *, sends_wait: bool) -> lis
             begins[first].append(message)
     # Lists are reversed sender by sender: each one's part is put in order again.
     return [sorted(reversed(of_action), key=lambda m: m.sender) for of_action in begins]
+
+
+class MessageExchange:
+    """Exchanges the messages of a step's schedule with the other ranks of this rank's pipeline."""
+
+    def __init__(self, links: RankLinks) -> None:
+        self._links = links
+        # Keys are ids of messages: to hash a message as a whole takes longer.
+        self._receives: dict[int, PendingTransfer] = {}
+        self._own: dict[int, Tensor] = {}  # from one stage of this rank to another
+        self._sends: dict[int, list[tuple[Message, PendingTransfer]]] = {}  # by receiver
+
+    def begin(self, messages: Sequence[Message]) -> None:
+        """Begin to receive."""
+        for message in messages:
+            self._receives[id(message)] = self._links.receive(message.sender, message.spec, message)
+
+    def receive(self, message: Message) -> Tensor:
+        """Return the tensor of `message`, once it is here."""
+        if message.sender == message.receiver:
+            return self._own.pop(id(message))
+        received = self._links.wait(self._receives.pop(id(message)))
+        # The sender had used what came before it made this message, so those sends are over. Gloo
+        # tells nobody, and their memory would stay: wait for them, which takes no time.
+        if sends := self._sends.get(message.sender):
+            kept = []
+            for each in sends:
+                if each[0].used <= message.made:
+                    self._links.wait(each[1])
+                else:
+                    kept.append(each)
+            self._sends[message.sender] = kept
+        return received
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Begin to send."""
+        if message.sender == message.receiver:
+            self._own[id(message)] = tensor
+            return
+        transfer = self._links.send(message.receiver, laid_out(tensor, message.spec), message)
+        # The tensor must stay until it has arrived.
+        self._sends.setdefault(message.receiver, []).append((message, transfer))
+
+    def finish(self) -> None:
+        """Wait until all sends have arrived."""
+        for sends in self._sends.values():
+            for _, transfer in sends:
+                self._links.wait(transfer)
+        self._sends = {}
+        assert not self._receives and not self._own, "a message that nobody waited for"
+
+    def forget(self) -> None:
+        """Drop what is under way, after an error."""
+        self._receives, self._own, self._sends = {}, {}, {}
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+
+def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None:
+    """Give all ranks of the pipeline the `values` of rank `source`, which runs the last stage.
+
+    By messages, since gloo takes longer to begin a collective call. Raises PeerLostError where a
+    rank is gone.
+    """
+    group, own = groups.pipeline_group, groups.rank
+    try:
+        if own == source:
+            others = (rank for rank in range(len(groups.pipeline)) if rank != own)
+            works = [group.send([values], rank, 0) for rank in others]
+        else:
+            works = [group.recv([values], source, 0)]
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {dist.get_rank()} exchanged the losses of the step with rank "
+            f"{groups.pipeline[source]}, which runs the last stage: a rank is gone, stopped or "
+            f"late ({error})"
+        ) from error

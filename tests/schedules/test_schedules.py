@@ -72,31 +72,15 @@ def test_schedules_are_those_of_torch(name: str) -> None:
     assert compared >= 9
 
 
-def sizes() -> list[tuple[str, int, int, int]]:
-    found = []
-    for name, rule in SCHEDULES.items():
-        for stages in [rule.least_stages] if rule.most_stages else [2, 3, 4]:
-            found += [
-                (name, ranks, parts, stages)
-                for ranks in (1, 2, 3, 4, 6)
-                for parts in (1, 2, 3, 4, 7, 9)
-            ]
-    return found
-
-
 def test_every_size_runs_in_the_interpreter() -> None:
-    assert len(sizes()) > 300
-    for name, ranks, parts, stages in sizes():
+    counts = itertools.product(SCHEDULES.items(), (1, 2, 3, 4, 6), (1, 2, 3, 4, 7, 9), (1, 2, 3, 4))
+    for (name, rule), ranks, parts, stages in counts:
+        if not rule.least_stages <= stages <= (rule.most_stages or 4):
+            continue
         schedule = make_schedule(
             name, num_ranks=ranks, num_microbatches=parts, stages_per_rank=stages
         )
         assert runs(schedule), (name, ranks, parts, stages)
-        assert (schedule.name, schedule.num_ranks, schedule.num_stages) == (
-            name,
-            ranks,
-            ranks * stages,
-        )
-        rule = SCHEDULES[name]
         assert schedule.rank_of_stage == rule.rank_of_stage(num_ranks=ranks, stages_per_rank=stages)
         kinds = {action.kind for actions in schedule.actions for action in actions}
         assert ("backward_weight" in kinds) == rule.splits_backward

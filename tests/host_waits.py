@@ -90,11 +90,7 @@ def no_host_waits() -> Iterator[None]:
 
 @contextmanager
 def package_waits(counts: collections.Counter[str]) -> Iterator[None]:
-    """Add waits of the package itself within, and its copies between host and device, by line.
-
-    On a CPU nothing tells the memory of a device from that of the host. What torch reads of objects
-    that came over gloo is on the host.
-    """
+    """Add waits of the package within, and its copies between host and device, by line."""
     with (
         Calls((*WAITING_CALLS, "cpu", "copy"), _package_line) as calls,
         Operators(_package_line) as operators,
@@ -108,6 +104,7 @@ def _package_line(name: str) -> str | None:
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
+        # what torch reads of objects that came over gloo is on the host
         if "_object" in code.co_name and dist.get_backend(frame.f_locals["group"]) == "gloo":
             return None
         if not code.co_filename.startswith(os.path.dirname(torch.__file__)):

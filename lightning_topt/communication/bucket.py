@@ -326,13 +326,13 @@ class OwnBuckets:
         flat = parameters[0].new_zeros(sum(numels), requires_grad=False)
         shapes = [parameter.shape for parameter in parameters]
         views = [v.view(s) for v, s in zip(torch.split(flat, numels), shapes, strict=True)]
-        return GivenBucket(place, flat, parameters, views, is_last)
+        return GivenBucket(place, flat, parameters, lambda: views, is_last)
 
     @torch.no_grad()
     def filled(self) -> Iterator[GivenBucket]:
         """Yield each bucket, filled with the gradients of now; zeros where there is none."""
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True):
+            for parameter, view in zip(bucket.parameters, bucket.gradients(), strict=True):
                 if parameter.grad is None:
                     view.zero_()
                 else:
@@ -347,7 +347,7 @@ class OwnBuckets:
         A parameter that had none gets one where its part is not all zeros.
         """
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True):
+            for parameter, view in zip(bucket.parameters, bucket.gradients(), strict=True):
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     parameter.grad.copy_(view)
                 elif parameter.grad is not None or bool(view.any()):
@@ -356,12 +356,15 @@ class OwnBuckets:
 
 @dataclass(frozen=True)
 class GivenBucket:
-    """What torch's `GradBucket` has; `gradients`, in parameters' shapes, are views of `buffer`."""
+    """What torch's `GradBucket` has.
+
+    `gradients` makes views of `buffer` in parameters' shapes: asked for where the layout is new.
+    """
 
     index: int
     buffer: Tensor
     parameters: list[Tensor]
-    gradients: list[Tensor]
+    gradients: Callable[[], list[Tensor]]
     is_last: bool
 
 

@@ -341,7 +341,7 @@ class CompressedExchange:
             first = given.buffer.storage_offset()
             layout = BucketLayout(
                 names,
-                tuple(int(gradient.storage_offset() - first) for gradient in given.gradients),
+                tuple(int(gradient.storage_offset() - first) for gradient in given.gradients()),
                 tuple(parameter.numel() for parameter in parameters),
                 tuple(parameter.shape for parameter in parameters),
                 tuple(name in self._exempt for name in names),
@@ -497,7 +497,7 @@ def _hook(exchange: CompressedExchange, bucket: GradBucket) -> torch.futures.Fut
     # Start the exchange of a bucket; what DDP calls
     index, buffer, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
     return exchange.submit(
-        GivenBucket(index, buffer, bucket.parameters(), bucket.gradients(), is_last)
+        GivenBucket(index, buffer, bucket.parameters(), bucket.gradients, is_last)
     )
 
 

@@ -41,7 +41,7 @@ from lightning_topt.optim.full_state import (
     laid_out,
     parameters_of,
 )
-from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
+from lightning_topt.optim.pieces import Piece, check_pieces, has_dense_rows, is_whole, rows_of
 from lightning_topt.optim.shard_step import OwnedShards, inside_hooks
 
 if TYPE_CHECKING:
@@ -345,6 +345,12 @@ class PieceKeys:
             parameters[piece.index]: [] for piece in pieces
         }
         for piece in pieces:
+            of = parameters[piece.index]
+            if not is_whole(piece, of) and not has_dense_rows(of):
+                raise ValueError(
+                    f"rows of parameter {piece.index} are scattered in memory, as of a transposed "
+                    "one: give it to one rank as a whole"
+                )
             if piece.owner == rank:
                 key = self.keys[piece] = self._key(piece)
                 self.of_parameter[parameters[piece.index]].append(key)
@@ -454,6 +460,7 @@ SMALL_BYTES = 1 << 20
 # small pieces travel in packs of about this size: packing one overlaps with sending another
 PACK_BYTES = 8 << 20
 MOST_PADDED = 1.25  # bytes of buckets, to those of the pieces in them
+BUCKET_BYTES = 128 << 20  # of all ranks at most: two buckets live at once, on every device
 
 
 class PieceGather:
@@ -585,14 +592,15 @@ class PieceGather:
         return rows_of(self.parameters[piece.index], piece).nbytes
 
     def _cut(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        # Yield runs of rows of one owner, together about `PACK_BYTES`
-        pack, room = list[Piece](), PACK_BYTES
+        # Yield runs of rows of one owner, together about `PACK_BYTES`, less with many owners
+        most = min(PACK_BYTES, BUCKET_BYTES // self.world_size)
+        pack, room = list[Piece](), most
         for piece in filter(self._bytes, pieces):
             start, per_row = piece.start, self._bytes(piece) // (piece.stop - piece.start)
             while start < piece.stop:
                 if pack and room < per_row:
                     yield pack
-                    pack, room = [], PACK_BYTES
+                    pack, room = [], most
                 stop = min(piece.stop, start + max(1, room // per_row))
                 pack.append(replace(piece, start=start, stop=stop))
                 start, room = stop, room - per_row * (stop - start)

@@ -103,17 +103,18 @@ class OptimizerSharding(Technique):
         seconds.update += step.taken_seconds(
             sum(self.result_bytes(step, p, config) for p in parameters)
         )
-        # Updated parameters from their owners to all ranks: large ones alone, small together, as
-        # `PieceGather` sends them. Broadcasts follow one another: nobody computes in between, so
-        # nobody waits.
+        # Updated parameters from their owners to all ranks, as `PieceGather` sends them: large ones
+        # alone and small ones together, by NCCL all of them in flat buckets. The exchanges follow
+        # one another: nobody computes in between, so nobody waits.
         sizes = [parameter_bytes(p) for p in parameters if p.trainable]
         large = [size for size in sizes if size >= SMALL_BYTES]
-        axes = step.mesh.data_axes
-        broadcasts = [
-            step.collective("update", "broadcast", size, axes=axes)
-            for size in (*large, sum(sizes) - sum(large))
+        op, parts = "all_gather", [sum(sizes)]
+        if step.on_gloo:
+            op, parts = "broadcast", [*large, sum(sizes) - sum(large)]
+        exchanges = [
+            step.collective("update", op, size, axes=step.mesh.data_axes) for size in parts
         ]
-        seconds.broadcast += step.seconds_of(broadcasts) - step.waits_of(broadcasts)
+        seconds.broadcast += step.seconds_of(exchanges) - step.waits_of(exchanges)
 
     @override
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning_topt.communication.exchange_method import (
     gradient_methods,
     read_gradient_method,
 )
-from lightning_topt.communication.hook import ExchangeWorker, Streams, StreamWorker
+from lightning_topt.communication.hook import ExchangeWorker, Streams, StreamWorker, _hook
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import BITMAP, INT32, SparseMessage
 from tests.communication.exchange_ranks import FakeStreams
@@ -241,3 +242,8 @@ def test_is_finite_says_what_torch_says(dtype: torch.dtype, value: float, size: 
     tensor = torch.full((size,), largest, dtype=dtype)  # whose sum is infinite
     tensor[size // 2] = value
     assert is_finite(tensor) == bool(torch.isfinite(tensor).all())
+
+
+def test_no_views_of_gradients_are_made_where_the_layout_is_known() -> None:
+    _hook(Mock(), bucket := Mock())
+    bucket.gradients.assert_not_called()

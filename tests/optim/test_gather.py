@@ -100,7 +100,7 @@ def gathers_on_nccl(rank: int) -> tuple[int, dict[str, int]]:
         patch.setattr(dist, "broadcast", counted("broadcast", dist.broadcast))
         gather_all = counted("all_gather_into", gather_module.all_gather_into)
         patch.setattr(gather_module, "all_gather_into", gather_all)
-        patch.setattr(gather_module, "PACK_BYTES", 10_000)
+        patch.setattr(gather_module, "BUCKET_BYTES", 20_000)
         patch.setattr(gather_module, "SMALL_BYTES", 100)
         halves = (150, 25)
         pieces = [Piece(i, n * h, (n + 1) * h, n) for i, h in enumerate(halves) for n in (0, 1)]

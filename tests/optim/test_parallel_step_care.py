@@ -57,6 +57,9 @@ def refusals(rank: int) -> None:
         p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match=r"declare the rule \"parameters\""):
         coupled.step()
+    scattered = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, 4).t())])
+    with pytest.raises(ValueError, match="scattered in memory"):
+        install_parallel_step(scattered, pieces=[Piece(0, 0, 2, 0), Piece(0, 2, 4, 1)])
 
 
 def test_bad_input_is_refused() -> None:

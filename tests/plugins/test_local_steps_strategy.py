@@ -221,3 +221,15 @@ def test_all_of_the_module_is_equal_at_the_end(precision: str) -> None:
     first, second = on_ranks(buffers, precision)
     assert all(torch.equal(first[name], value) for name, value in second.items())
     assert first["scale"] == 1 and first["norm1.running_mean"].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("method", "topk", "give it to CompressedDDPStrategy"),
+        ("ddp_comm_hook", print, "ddp_comm_hook"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        LocalStepsStrategy(**{name: value})

@@ -176,6 +176,7 @@ CASES: dict[str, tuple[Any, str, int]] = {
     "search": (topt(None), "planning", KILL),
     "local steps": (local, "training", KILL),
     "shared step": (shared(), "training", KILL),
+    "shared step, error": (shared(), "training", RAISE),
 }
 
 

@@ -115,11 +115,13 @@ def cluster(plan: ParallelPlan) -> Cluster:
     return replace(found, device=replace(found.device, op_overhead_seconds=3.0))
 
 
-def explained(module: Net, plan: ParallelPlan, optimizers: list[Optimizer]) -> Explanation:
+def explained(
+    module: Net, plan: ParallelPlan, optimizers: list[Optimizer], backend: str = "gloo"
+) -> Explanation:
     blocks = tuple(Block(each.block, index, False) for index, each in enumerate(plan.blocks))
     graph = capture(module, torch.randn(4, 8)).with_blocks(blocks)
     profile = read_optimizer(optimizers, named_parameters=module.named_parameters())
-    step = TrainingStep(graph, cluster(plan), profile, plan.mesh, 4)
+    step = TrainingStep(graph, replace(cluster(plan), backend=backend), profile, plan.mesh, 4)
     return explain(PlanCosts(step), plan.configs)
 
 
@@ -158,3 +160,13 @@ def test_exchanges_updates_and_states_are_those_of_ranks(preset: str, kind: str)
     held = held_bytes(blocks, configs, plan.mesh, profile=profile, optimizers=optimizers)
     states = sum(held.values())[:, KINDS.index("optimizer_state")].max()
     assert found.peak_parts["optimizer state"] == pytest.approx(states, abs=4 * len(matrices) * 2)
+
+
+@pytest.mark.parametrize(("backend", "share"), [("gloo", 1.0), ("nccl", 0.5)])
+def test_a_shared_step_costs_broadcasts_or_a_gather(backend: str, share: float) -> None:
+    """Of two ranks; a byte takes a second."""
+    module = Net()
+    optimizers: list[Optimizer] = [torch.optim.AdamW(module.parameters())]
+    found = explained(module, plan_of("zero1"), optimizers, backend)
+    total = sum(p.nbytes for p in module.parameters())
+    assert found.seconds["broadcast"] == pytest.approx(share * total, rel=1e-9)

@@ -314,6 +314,12 @@ def check_equal_on_ranks(
                     f"all ranks need the same {of}: {name} is {own!r} on rank {rank} and "
                     f"{first!r} on rank 0"
                 )
+        for own, first in zip(theirs, everyone[0], strict=True):
+            if own != first:
+                raise ValueError(
+                    f"all ranks need the same {of}, in the same order: rank {rank} has {own} where "
+                    f"rank 0 has {first}"
+                )
     return others
 
 

@@ -189,7 +189,7 @@ def calibrate(
     # in a step.
     average([0.0])
     faults = average([measure_page_faults(device)])[0]
-    measured = measured_device(device, times, page_fault_seconds_per_byte=faults)
+    measured = measured_device(device, times, ranks=local, page_fault_seconds_per_byte=faults)
     return Cluster(
         name=f"measured_{platform.node() or 'here'}",
         device=measured,
@@ -358,6 +358,7 @@ def measured_device(
     device: torch.device,
     times: Mapping[Any, Mapping[Any, float]],
     *,
+    ranks: int,
     page_fault_seconds_per_byte: float,
 ) -> Device:
     """Return the device with the rates that `times`, of `device_timers`, say.
@@ -374,7 +375,7 @@ def measured_device(
         rates[dtype] = max(rates.get(dtype, 0.0), 2.0 * size**3 / seconds)
     return Device(
         name=name,
-        memory_bytes=min(gather(usable_memory_bytes(device))),
+        memory_bytes=min(gather(usable_memory_bytes(device, ranks=ranks))),
         flops=rates,
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],

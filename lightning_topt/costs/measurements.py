@@ -190,7 +190,7 @@ class Measurements:
         stored = self._stored_cluster()
         if stored is not None and _links_are_as_in(stored, self.device):
             self._use(stored.busy_share)
-            free = min(gather(usable_memory_bytes(self.device)))
+            free = min(gather(usable_memory_bytes(self.device, ranks=self._ranks)))
             return replace(stored, device=replace(stored.device, memory_bytes=free))
         again = (
             ""

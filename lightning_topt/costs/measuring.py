@@ -132,24 +132,24 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def device_memory_bytes(device: torch.device) -> int:
+def device_memory_bytes(device: torch.device, *, ranks: int | None = None) -> int:
     """Return the bytes of memory that one rank has, the same on all ranks of like machines.
 
-    The device's memory, or an equal share of the machine's.
+    The device's memory, or an equal share of that of a machine of so many `ranks`; None: all.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total // world_size())
+    return int(psutil.virtual_memory().total // (ranks or world_size()))
 
 
-def usable_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank may use.
+def usable_memory_bytes(device: torch.device, *, ranks: int | None = None) -> int:
+    """Return the bytes that this rank may use, one of so many `ranks` of a machine; None: of all.
 
     Of a device what is free or what torch keeps already: not what CUDA, NCCL and other programs
     hold.
     """
     if device.type != "cuda":
-        return device_memory_bytes(device)
+        return device_memory_bytes(device, ranks=ranks)
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 

@@ -283,7 +283,8 @@ class AutoParallelStrategy(DataParallelHooks):
         assert module is not None
         # Asking is consent; and what cannot fit under DDP, in the dtypes of the fit, needs a plan.
         if module.trainer.state.fn == TrainerFn.FITTING:
-            self._is_asked = needs_plan(self.request, module, self.root_device)
+            ranks = self.world_size // self.num_nodes
+            self._is_asked = needs_plan(self.request, module, self.root_device, ranks=ranks)
         # Under a plan each tensor gets there once it is in shards.
         if not self._is_asked:
             super().model_to_device()

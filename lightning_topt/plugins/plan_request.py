@@ -291,11 +291,13 @@ def read_request(
     )
 
 
-def needs_plan(request: PlanRequest, module: pl.LightningModule, device: torch.device) -> bool:
+def needs_plan(
+    request: PlanRequest, module: pl.LightningModule, device: torch.device, *, ranks: int
+) -> bool:
     """Return whether this fit needs a plan: it was asked for, or `module` does not fit under DDP.
 
-    Raises ValueError on every rank where versions, options or the model differ. A collective call,
-    before the module gets to `device`.
+    `ranks` are those of a machine. Raises ValueError on every rank where versions, options or the
+    model differ. A collective call, before the module gets to `device`.
     """
     needed = request.bytes_under_ddp(module)
     # What must be equal: else plans, or shapes of exchanged tensors, differ.
@@ -307,7 +309,7 @@ def needs_plan(request: PlanRequest, module: pl.LightningModule, device: torch.d
     }
     for name, parameter in module.named_parameters():
         mine[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}"
-    more = [needed > usable_memory_bytes(device)]
+    more = [needed > usable_memory_bytes(device, ranks=ranks)]
     (is_full,) = check_equal_on_ranks(mine, of="set-up", more=more)
     if not (request.asks_nothing and is_full):
         return not request.asks_nothing

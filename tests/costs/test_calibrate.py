@@ -2,6 +2,7 @@ import os
 import random
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,6 +113,7 @@ def test_several_ranks_on_two_nodes_measure_the_link_inside_too(short_measuremen
     cluster = clusters[0]
     assert all(other.intra == cluster.intra for other in clusters)
     assert (cluster.devices_per_node, cluster.num_nodes) == (2, 2)
+    assert cluster.device.memory_bytes == psutil.virtual_memory().total // 2  # of ranks of a node
     groups = Group(4), Group(2), Group(2, 2)
     assert set(cluster.collectives) == {
         (op, group.size, group.stride) for op in two for group in groups

@@ -49,7 +49,7 @@ def counted(monkeypatch):
     cluster = cluster_of(1, backend="gloo")
     monkeypatch.setattr(measurements, "calibrate", lambda **options: cluster)
     free = cluster.device.memory_bytes
-    monkeypatch.setattr(measurements, "usable_memory_bytes", lambda device: free)
+    monkeypatch.setattr(measurements, "usable_memory_bytes", lambda *_, **__: free)
 
     def count(name, module=measurements, **options):
         real = getattr(module, name)
@@ -81,7 +81,7 @@ def test_a_second_start_measures_nothing_and_has_the_same_numbers(tmp_path, coun
     assert len(lines) == 2 and all(line.startswith("measuring ") for line in lines)
     assert everything(tmp_path / "cache", lines=lines) == first
     # but for what is free
-    monkeypatch.setattr(measurements, "usable_memory_bytes", lambda device: 123)
+    monkeypatch.setattr(measurements, "usable_memory_bytes", lambda *_, **__: 123)
     assert Measurements.open(directory=tmp_path / "cache").cluster().device.memory_bytes == 123
     assert len(counted) == 4 and len(lines) == 2
     (file,) = (tmp_path / "cache").glob("*.json")

@@ -220,11 +220,12 @@ def needed(rank: int, usable: list[float], automatic: bool, views: bool) -> tupl
     module.automatic_optimization = automatic
     size = sum(parameter.nbytes for parameter in module.parameters())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_request, "usable_memory_bytes", lambda _: usable[rank] * size)
+        patch.setattr(plan_request, "usable_memory_bytes", lambda *_, **__: usable[rank] * size)
         patch.setattr(plan_request, "rank_zero_info", said.append)
         patch.setattr(plan_request, "rank_zero_warn", said.append)
         request = plan_request.PlanRequest(gradients_are_views=views)
-        return plan_request.needs_plan(request, module, torch.device("cpu")), "".join(said)
+        cpu = torch.device("cpu")
+        return plan_request.needs_plan(request, module, cpu, ranks=2), "".join(said)
 
 
 @pytest.mark.parametrize(

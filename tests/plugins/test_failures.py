@@ -130,11 +130,18 @@ def test_what_user_code_raises_before_a_fit_has_its_line() -> None:
 
 def differing(rank: int, what: str) -> tuple[str, str]:
     module = RecordingGPT(width=16 + 16 * (rank == 1 and what == "model"))
+    if rank == 1 and what == "order":
+        module._modules["tokens"] = module._modules.pop("tokens")  # comes last now
     return fit_error(rank, {"memory_margin": 0.1 * (rank == 1 and what == "options")}, module)
 
 
 @pytest.mark.parametrize(
-    ("what", "says"), [("model", "tokens.weight"), ("options", "memory_margin=0.1")]
+    ("what", "says"),
+    [
+        ("model", "tokens.weight"),
+        ("order", "in the same order: rank 1 has parameter "),
+        ("options", "memory_margin=0.1"),
+    ],
 )
 def test_ranks_that_differ(what: str, says: str) -> None:
     for name, message in on_ranks(differing, what):

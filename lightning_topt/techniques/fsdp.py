@@ -491,12 +491,15 @@ def narrow_names(block: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str
 
 def _under_autocast(model: ParallelModel, module: nn.Module) -> list[RemovableHandle]:
     # Let `module` run under autocast where callbacks call it outside of a step: its matrices, which
-    # are in 16 bits then, meet inputs in float32
+    # are in 16 bits then, meet inputs in float32. With gradients it is a region of a step in which
+    # the user has switched autocast off: an error says so
     if (dtype := model.options.gather_dtype) is None:
         return []
     entered: list[torch.autocast] = []
 
     def enter(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            return
         entered.append(torch.autocast(model.device.type, dtype, cache_enabled=False))
         entered[-1].__enter__()
 

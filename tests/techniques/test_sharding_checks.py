@@ -239,7 +239,8 @@ class Recurrent(nn.Module):
 def _recurrent(rank: int, preset: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
     module = Recurrent()
     found = train(module, preset=preset, blocks=["first"], dtype=dtype)
-    module(torch.ones(1, 4))
+    with torch.no_grad():
+        module(torch.ones(1, 4))
     names = zip(module.first._flat_weights, module.first._flat_weights_names, strict=True)
     assert all(weight is module.first._parameters[name] for weight, name in names)
     return found
@@ -362,12 +363,19 @@ class Held(Net):
 
 
 class Exact(Net):
-    """Switches autocast off for its last layer."""
+    """Switches autocast off for its last layer, or for its first, which is a block."""
+
+    of_block = False
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).tanh()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.of_block):
+            hidden = self.first(x).tanh()
         with torch.autocast("cpu", enabled=False):
             return self.last(hidden.float()).square().mean()
+
+
+class ExactBlock(Exact):
+    of_block = True
 
 
 def twins() -> Net:
@@ -413,6 +421,7 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str
     "gradients": (Net, differentiate, ", in differentiate: "),
     "held": (Held, nothing, "in <genexpr>: "),
     "16 bits": (Exact, nothing, "in forward: return self.last(hidden.float())"),
+    "16 bits of a block": (ExactBlock, nothing, "in forward: hidden = self.first(x).tanh()"),
 }
 
 
@@ -420,7 +429,7 @@ def _errors(rank: int) -> dict[str, str]:
     found = {}
     for name, (make, use, _) in ERRORS.items():
         with pytest.raises((PlanError, RuntimeError)) as error:
-            dtype = torch.bfloat16 if name == "16 bits" else None
+            dtype = torch.bfloat16 if name.startswith("16 bits") else None
             train(make(), preset="zero3", blocks=["first"], after_backward=use, dtype=dtype)
         explain_shards(error.value)
         found[name] = str(error.value)

@@ -141,7 +141,7 @@ class _Put:
 
 def test_the_default_rule_follows_the_minibatches_of_an_update() -> None:
     parameter = nn.Parameter(torch.ones(4))
-    held = {}
+    kinds = {}
     for rule in (None, "spectrain", {"rule": "two_versions", "error_feedback": True}):
         weights = StageWeights(
             [torch.optim.AdamW([parameter])],
@@ -149,8 +149,8 @@ def test_the_default_rule_follows_the_minibatches_of_an_update() -> None:
             UpdatePattern(num_stages=4, stage=0, lag_per_hop=1),
             parameters=[parameter],
         )
-        before = weights.num_versions
+        before = type(weights._rules[0])
         weights.begin(0, accumulate=4, is_drained=True)
-        held[str(rule)] = before, weights.num_versions
-    default, whole, cut = held.values()
+        kinds[str(rule)] = before, type(weights._rules[0])
+    default, whole, cut = kinds.values()
     assert whole[1] != cut[1] and default == (whole[0], cut[1])

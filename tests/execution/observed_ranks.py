@@ -123,7 +123,7 @@ def autocast(dtype: torch.dtype | None) -> torch.autocast:
 
 
 def cluster_for(mesh: Mesh) -> Cluster:
-    """Return a cluster with the nodes that `mesh` was made for; its speeds are of no use."""
+    """Return CPUs with the nodes that `mesh` was made for; their speeds are of no use."""
     # Axes inside a node are the last ones.
     per_node = 1
     for axis in reversed(mesh.axes):
@@ -131,7 +131,8 @@ def cluster_for(mesh: Mesh) -> Cluster:
             break
         per_node *= axis.size
     device, link = Device("any device", 1, {"float32": 1.0}, 1.0), Link(0.0, 1.0)
-    return Cluster("any cluster", device, per_node, mesh.size // per_node, link, link)
+    nodes = mesh.size // per_node
+    return Cluster("any cluster", device, per_node, nodes, link, link, backend="gloo")
 
 
 def priced(plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile) -> Calls:

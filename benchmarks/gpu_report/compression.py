@@ -149,15 +149,7 @@ def bucket_columns(
     row["is_legal"] = bool(legal)
     method = legal[0] if legal else method
     with bucket_call(method, shapes, device, topology) as call:
-        row["bucket_bytes"] = 4 * sum(map(math.prod, shapes))
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        row["first_seconds"] = time.perf_counter() - start
-        reset_peaks(device)
-        columns_of_call(row, call, device)
-        row["gb_per_s"] = row["bucket_bytes"] / row["call_seconds"] / 1e9
-        row.update(memory_columns(device))
+        columns_of_exchange(row, call, device, nbytes=4 * sum(map(math.prod, shapes)))
     row["used_after_close_bytes"] = memory_columns(device).get("used_bytes")
 
 
@@ -210,7 +202,6 @@ def outer_columns(
         1e-3 * torch.randn(parameter.shape, device=device, generator=generator)
         for parameter in module.parameters()
     ]
-    row["bucket_bytes"] = sum(update.nbytes for update in updates)
 
     def call() -> None:
         with torch.no_grad():
@@ -218,14 +209,7 @@ def outer_columns(
         outer.pending_steps = 1
         outer.synchronize()
 
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    row["first_seconds"] = time.perf_counter() - start
-    reset_peaks(device)
-    columns_of_call(row, call, device)
-    row["gb_per_s"] = row["bucket_bytes"] / row["call_seconds"] / 1e9
-    row.update(memory_columns(device))
+    columns_of_exchange(row, call, device, nbytes=sum(update.nbytes for update in updates))
     outer.close()
     row["used_after_close_bytes"] = memory_columns(device).get("used_bytes")
 
@@ -260,6 +244,21 @@ def thread_columns(
 
 
 # ---- one call ------------------------------------------------------------------------------------
+
+
+def columns_of_exchange(
+    row: dict[str, Any], call: Callable[[], None], device: torch.device, *, nbytes: int
+) -> None:
+    """Add what the first and the later exchanges of `nbytes` take."""
+    row["bucket_bytes"] = nbytes
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    row["first_seconds"] = time.perf_counter() - start
+    reset_peaks(device)
+    columns_of_call(row, call, device)
+    row["gb_per_s"] = nbytes / row["call_seconds"] / 1e9
+    row.update(memory_columns(device))
 
 
 def columns_of_call(row: dict[str, Any], call: Callable[[], None], device: torch.device) -> None:

@@ -479,9 +479,9 @@ def main() -> None:
 
 `python -m benchmarks.pipelines.equality`, {compared.took}: one step (forward, backward, AdamW in
 two groups) of 24 samples in each plan's microbatches, and of one process that takes the same
-microbatches one after another. In a cell: the largest difference of the loss, of all gradients, of
-all parameters after the update and, without data axis and recomputation (which updates them twice,
-as in one process), of the buffers: running statistics of batches. The loss is relative to itself,
+microbatches one after another. In a cell: the largest difference of the loss, of all gradients, and
+of all parameters after the update. Without data axis and recomputation (which updates them twice,
+as in one process) buffers count too: running statistics of batches. The loss is relative to itself,
 the others to the largest element of their tensor; gradients that are zero but for rounding to a
 thousandth of the largest gradient. Float32; within 1e-5, the loss within 1e-6. Bold: above. GPT and
 T5 have tied embeddings, on first and last stage; the decoder of T5 reads the encoder's output on

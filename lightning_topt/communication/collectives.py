@@ -364,8 +364,8 @@ def unsharded_state(state: State, slices: Slices | None) -> State:
 def sharded_state(state: State, slices: Slices | None) -> State:
     """Return the state of this rank's `slices` from that of full parameters.
 
-    A residual of an uncut parameter is left out: it is sent whole in each step, so that it stays
-    equal.
+    A residual of an uncut parameter is left out: it is sent in full in each step, so that it
+    stays equal.
     """
     if slices is None:
         return state

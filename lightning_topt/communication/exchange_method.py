@@ -155,7 +155,7 @@ class GradientMethod(ExchangeMethod):
 
     @property
     def steps_under_adam(self) -> int | None:
-        """Least steps of a training with Adam that ends where it does with whole gradients.
+        """Least steps of a training with Adam that ends where it does with full gradients.
 
         0: any training does, as measured. None: it ends worse, or was not measured.
         """
@@ -176,7 +176,7 @@ class GradientMethod(ExchangeMethod):
 
     @property
     def exempt_rules(self) -> tuple[str, ...] | None:
-        """The parameters that are always sent whole, as `exempt_names` reads it.
+        """The parameters that are never compressed, as `exempt_names` reads it.
 
         None where the method treats all alike.
         """
@@ -212,7 +212,7 @@ class FeedbackMethod(CompressedMethod):
     """A method with error feedback and exempt parameters.
 
     - ``error_feedback``: keep what was not sent for later steps;
-    - ``exempt``: parameters that are always sent whole: "norm", "bias", "embedding", or any pattern
+    - ``exempt``: parameters that are never compressed: "norm", "bias", "embedding", or any pattern
       of parameter names (``"head.*"``).
     """
 
@@ -243,7 +243,7 @@ class FeedbackMethod(CompressedMethod):
 
 
 def exempt_names(module: nn.Module, rules: Sequence[str]) -> frozenset[str]:
-    """Return the names of the parameters of `module` that `rules` exempt: always sent whole.
+    """Return the names of the parameters of `module` that `rules` exempt: never compressed.
 
     Exempt parameters have few elements and much at stake.
 

@@ -184,7 +184,7 @@ class CompressedExchange:
             of="options of the gradient exchange",
         )
         # parameters by name, and which of them are exempt. Those that no part has slices of are
-        # sent whole: another choice of entries in each part would make them differ.
+        # never compressed: other choices of entries in each part would make them differ.
         ddp = module if isinstance(module, DistributedDataParallel) else None
         if ddp is not None:
             module, ignored = ddp.module, {*ignored, *ddp.parameters_to_ignore}
@@ -529,8 +529,8 @@ class StreamWorker:
 
     When a bucket comes, it is begun, and then the buckets before it enter their next stages, the
     last ones when the backward pass ends. So all ranks issue the works of all process groups in one
-    order, those of the backward pass itself (SyncBatchNorm) among them, as NCCL needs it. What
-    other ranks send, the stream waits for; the host waits for a `HostCopy` alone, which was on its
+    order, those of the backward pass itself (SyncBatchNorm) among them, as NCCL needs it. The
+    stream waits for what other ranks send; the host waits for a `HostCopy` alone, which was on its
     way while the backward pass reached the next bucket.
     """
 

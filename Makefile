@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: help install demo test test-engines lint format bench docs clean
+.PHONY: help install demo test test-all test-engines lint format bench docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # all install into one environment
 
@@ -68,6 +68,10 @@ demo: $(READY) ## Plan and train a small GPT on 2 CPU ranks; ends with what was 
 test: export PYTHONDONTWRITEBYTECODE := # hundreds of processes would compile the package each for itself
 test: $(TESTED) ## Run the whole test suite, in one process more than there are cores, at most 4
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-all: export PYTHONDONTWRITEBYTECODE := # as above
+test-all: $(TESTED) ## Run the suite with the crossings of options that `make test` leaves out
+	ONCE=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "" $(PYTEST_ARGS)
 
 test-engines: $(STAMP) ## Run the tests under what starts ranks on clusters, which take minutes each
 	$(BIN)/python -m pytest tests/engines -rs $(PYTEST_ARGS)

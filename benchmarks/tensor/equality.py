@@ -323,7 +323,11 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
     topology = Topology(plan.nodes, world // plan.nodes, rank)
     dtype = torch.bfloat16 if plan.bfloat16 else None
     options = RunOptions(topology=topology, gather_dtype=dtype)
-    engine = Engine(plan.of(model), module, device=CPU, options=options)
+    of_model = plan.of(model)
+    if dtype is not None and of_model.leaves_gathers:  # no step is traced here, which would say it
+        tables = [n for n, part in module.named_modules() if isinstance(part, nn.Embedding)]
+        of_model = replace(of_model, float32_gathers=tuple(f"{name}.weight" for name in tables))
+    engine = Engine(of_model, module, device=CPU, options=options)
     engine.apply()
     optimizer = optimizer_of(module)
     engine.attach_optimizers([optimizer])

@@ -83,7 +83,7 @@ class Engine:
         plan.check_world_size(dist.get_world_size())
         self.plan, self.module, self.device = plan, module, device
         options = options or RunOptions()
-        if plan.float32_gathers:
+        if isinstance(plan.float32_gathers, bool):
             options = replace(options, gather_dtype=None)
         self._options = _with_views(options) if plan.gradient_views else options
         self._model: nn.Module = module
@@ -152,6 +152,7 @@ class Engine:
             self._applied.add(Applied(undo=stages.release, no_sync=stages.no_sync))
             parameters = stages.kept_of(parameters)
         # Techniques, in the order of the registry.
+        gathers = self.plan.float32_gathers
         model = ParallelModel(
             module=self.module,
             mesh=self.plan.mesh,
@@ -162,6 +163,7 @@ class Engine:
             exchange=self.plan.gradient_exchange,
             local_steps=self.plan.local_steps,
             options=self._options,
+            float32_gathers=() if isinstance(gathers, bool) else gathers,
             num_microbatches=1 if self.plan.schedule is not None else self.plan.num_microbatches,
             stage_group=None if self._stages is None else self._stages.groups.data_group,
             made_groups=self._made_groups,
@@ -452,6 +454,10 @@ def _checked_parameters(
         check_blocks(configs, module, made_for=plan.model)
         parameters = parameters_by_block(module, configs)
         check_tied(parameters, configs)
+        if isinstance(plan.float32_gathers, tuple):
+            known = {name for named in parameters.values() for name in named}
+            if unknown := sorted({*plan.float32_gathers} - known):
+                raise ValueError(f"float32_gathers names {unknown[0]!r}, which is no parameter")
     except ValueError as error:
         raise PlanError(str(error)) from error
     return parameters

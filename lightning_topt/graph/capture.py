@@ -325,6 +325,8 @@ class StepRun:
                 # the step itself; compiled modules run eagerly
                 with torch.compiler.set_stance("force_eager"):
                     with recorder.forward(), self.forward_context(), inner:
+                        if torch.is_autocast_enabled(kind := self.device.type):
+                            recorder.autocast = torch.get_autocast_dtype(kind)
                         output = call_training_step(copied, prepared.batch)
                     loss = loss_of(output)
                     with recorder.backward(loss):

@@ -60,6 +60,8 @@ from lightning_topt.graph.recording import (
 from lightning_topt.graph.structures import tensors_in
 
 SUM_OF_GRADIENTS = "aten::add"
+_CAST = torch.ops.aten._to_copy.default
+_RECURRENT = ("LSTM", "GRU", "RNN")  # whose weights have one dtype with their biases
 
 
 class _Frame:
@@ -79,12 +81,14 @@ class Recorder(TorchDispatchMode):
     Attributes:
         failed: the operator that was running when an error was raised.
         current: the operator that runs, or ran last.
+        autocast: the dtype of autocast around the step, if it is on.
     """
 
     def __init__(self, module: nn.Module, outside: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.failed: OpOverload | None = None
+        self.autocast: torch.dtype | None = None
         # where the step is
         self.is_backward, self.current = False, 0
         outside = list(outside)
@@ -280,8 +284,9 @@ class Recorder(TorchDispatchMode):
         # reads and writes of the forward pass; new memory; what a device has beyond shapes
         sources = self.memory.within(tensors)
         is_sum = self.is_backward and func._schema.name == SUM_OF_GRADIENTS and len(sources) == 2
+        cast = func is _CAST and out.dtype is self.autocast and op.kind not in _RECURRENT
+        self._read(index, tensors, sources, is_cast=cast)
         if not self.is_backward:
-            self._read(index, tensors, sources)
             self._write(index, func, args, kwargs)
         outputs = list(tensors_in(out))
         # [Note: sums of gradients] Without a dispatch mode autograd adds in place when nobody else
@@ -299,13 +304,24 @@ class Recorder(TorchDispatchMode):
         record.kernel_ops.append(index)
         record.kernels.append(kernel)
 
-    def _read(self, index: int, tensors: list[Tensor], sources: list[StorageRecord]) -> None:
-        op = self.recording.ops[index]
+    def _read(
+        self, index: int, tensors: list[Tensor], sources: list[StorageRecord], *, is_cast: bool
+    ) -> None:
+        op, record = self.recording.ops[index], self.recording
         for tensor in tensors:
             # views of a parameter count too: they share its memory
             name = self._parameters.get(tensor.untyped_storage()._cdata)
-            if name is not None:
+            if name is None:
+                continue
+            if not is_cast:
+                record.read.add(name)
+            elif not self.is_backward:  # there it is cast again where a user's code recomputes
+                start = tensor.storage_offset()
+                record.casts.setdefault(name, []).append((start, start + tensor.numel()))
+            if not self.is_backward:
                 op.parameters[name] = None
+        if self.is_backward:
+            return
         for source in sources:
             # an edge from who made it, or wrote to it last
             if source.op != index:

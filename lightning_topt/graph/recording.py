@@ -14,8 +14,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from lightning_topt.graph.errors import WAY_OUT, CaptureError
@@ -55,6 +57,8 @@ class Recording:
         backward_start: tick of the first kernel of the backward pass.
         with_gradient: parameters that the backward pass gave a gradient.
         has_collectives: the step talked to other ranks.
+        casts: of a parameter by name, the elements that autocast makes 16-bit copies of.
+        read: parameters that anything else read.
     """
 
     ops: list[OpRecord] = field(default_factory=list)
@@ -67,6 +71,8 @@ class Recording:
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
     has_collectives: bool = False
+    casts: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
         """Return what two comparable runs share: every operator, the names of its kernels."""
@@ -187,7 +193,7 @@ def assemble(
             for (i, j), shape in first.edges.items()
             if i in kept and j in kept
         ),
-        parameters=tuple(_parameters(module)),
+        parameters=tuple(_parameters(module, first)),
         blocks=(Block("", group=0, recomputable=False),),
         step=_step(
             module,
@@ -310,7 +316,7 @@ class GraphValues:
         return text, Kernel(first.name, first.arguments, flops, size, allocated=allocated)
 
 
-def _parameters(module: nn.Module) -> list[Parameter]:
+def _parameters(module: nn.Module, recording: Recording) -> list[Parameter]:
     # tied parameters are one, under the first of their names
     names: dict[int, list[str]] = {}
     tensors = {}
@@ -325,9 +331,20 @@ def _parameters(module: nn.Module) -> list[Parameter]:
             block="",
             trainable=tensors[key].requires_grad,
             aliases=tuple(aliases),
+            narrow=_is_narrow(tensors[key], first, recording),
         )
         for key, (first, *aliases) in names.items()
     ]
+
+
+def _is_narrow(parameter: nn.Parameter, name: str, recording: Recording) -> bool:
+    # Whether it does not matter that `parameter` has 16 bits; see `Parameter`
+    casts = sorted(recording.casts.get(name, ()))
+    if not casts or name in recording.read or parameter.dim() < 2:
+        return False
+    # gradients of an element that is cast twice add up in float32
+    is_once = all(end <= start for (_, end), (start, _) in pairwise(casts))
+    return parameter.dtype == torch.float32 and (is_once or not parameter.requires_grad)
 
 
 def _step(

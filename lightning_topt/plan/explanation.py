@@ -204,7 +204,7 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
         local_steps=plan.local_steps,
         returns_memory=request.returns_memory or shards,
         gradient_views=plan.gradient_views,
-        float32_gathers=plan.float32_gathers,
+        float32_gathers=plan.float32_gathers is True,
     )
     if not plan.mesh.tensor_axes:
         return whole

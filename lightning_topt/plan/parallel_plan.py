@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_topt.communication.exchange_method import GradientMethod, LocalMethod
 from lightning_topt.costs.plain_values import (
@@ -58,6 +58,9 @@ from lightning_topt.plan.plan_values import (
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.weight_prediction.rules import Prediction as WeightPrediction
 from lightning_topt.weight_prediction.rules import make_prediction, prediction_to_value
+
+if TYPE_CHECKING:
+    from lightning_topt.graph.op_graph import OpGraph
 
 __all__ = [
     "BlockPlan",
@@ -104,8 +107,9 @@ class ParallelPlan:
         gradient_views: unsharded gradients are views of DDP's buckets (`gradient_as_bucket_view`),
             which saves a copy of them. An optimizer that keeps gradients of an earlier step then
             finds the new ones there.
-        float32_gathers: parameters in shards are gathered in float32 also under precision
-            ``bf16-mixed`` and ``16-mixed``, where matrices are else gathered in 16 bits.
+        float32_gathers: under precision ``bf16-mixed`` and ``16-mixed``, the float32 matrices in
+            shards that are gathered so, by name: all others are gathered in 16 bits. True: all are.
+            False: a fit asks the step that it traces (`gathering`); without one all are.
         accumulate: micro-batches of a step whose gradients are added up, of which the prediction is
             (`accumulate_grad_batches` of the Trainer).
         local_steps: data ranks train alone, and meet as it says once in many
@@ -131,7 +135,7 @@ class ParallelPlan:
     own_batches: bool = False
     prediction: WeightPrediction | str | Mapping[str, Any] | None = None  # kept as a rule
     gradient_views: bool = False
-    float32_gathers: bool = False
+    float32_gathers: bool | tuple[str, ...] = False
     accumulate: int = 1
     local_steps: LocalMethod | None = None
 
@@ -156,7 +160,7 @@ class ParallelPlan:
         _check_continuous(self)
         if self.gradient_views:
             _check_views(self)
-        if self.float32_gathers and all(c.storage.level < 2 for c in self.configs.values()):
+        if self.float32_gathers is not False and not self._gathers:
             raise PlanError(
                 "float32_gathers is for parameters in shards (ZeRO levels 2 and 3), of which this "
                 "plan has none: leave it out"
@@ -212,6 +216,24 @@ class ParallelPlan:
                 f"the plan is for {self.mesh.size} ranks, this run has {world_size}; start "
                 f"{self.mesh.size} ranks (devices x num_nodes) or make a plan for {world_size}"
             )
+
+    @cached_property
+    def _gathers(self) -> bool:
+        return any(config.storage.level >= 2 for config in self.configs.values())
+
+    @property
+    def leaves_gathers(self) -> bool:
+        """Whether the step of a fit says which parameters are gathered in 16 bits."""
+        return self.float32_gathers is False and self._gathers
+
+    def gathering(self, graph: OpGraph) -> ParallelPlan:
+        """Return the plan that gathers in 16 bits what the step `graph` uses so."""
+        if not self.leaves_gathers or not graph.narrow_parameters:
+            return self
+        matrices = (p for p in graph.parameters if len(p.shape) > 1 and p.dtype == "float32")
+        return dataclasses.replace(
+            self, float32_gathers=tuple(p.name for p in matrices if not p.narrow)
+        )
 
     @property
     def weight_prediction(self) -> WeightPrediction | None:
@@ -284,7 +306,7 @@ class ParallelPlan:
             blocks += ", the batch of each rank"
         if self.gradient_views:
             blocks += ", gradients as views of buckets"
-        if self.float32_gathers:
+        if self.float32_gathers is True:
             blocks += ", gathers in float32"
         if self.local_steps is not None:
             return f"{blocks}, {self.local_steps.words}"
@@ -299,6 +321,8 @@ class ParallelPlan:
         """
         exchange, rule, mesh = self.gradient_exchange, self.weight_prediction, self.mesh
         count, local = self.num_microbatches, self.local_steps
+        gathers = self.float32_gathers
+        gathers = [*gathers] if isinstance(gathers, tuple) else gathers
         # what most plans do not have is left out
         rare = {
             "accumulate": None if self.accumulate == 1 else self.accumulate,
@@ -308,7 +332,7 @@ class ParallelPlan:
             "num_microbatches": None if count == 1 else count,
             "own_batches": self.own_batches or None,
             "gradient_views": self.gradient_views or None,
-            "float32_gathers": self.float32_gathers or None,
+            "float32_gathers": None if gathers is False else gathers,
             "prediction": None if rule is None else prediction_to_value(rule),
         }
         plain: dict[str, Any] = {
@@ -424,6 +448,11 @@ def _arguments(data: object) -> dict[str, Any]:
     return {**arguments, "stages": read_stages(arguments["stages"], name="plan.stages")}
 
 
+def read_gathers(value: Any, *, name: str) -> bool | tuple[str, ...]:
+    """Return `value`, true, false or names. Raises ValueError that names it."""
+    return value if isinstance(value, bool) else list_of(text)(value, name=name)
+
+
 _READERS: dict[str, ValueReader[Any]] = {
     "mesh": read_mesh,
     "stages": anything,  # where the mesh is known
@@ -441,7 +470,7 @@ _READERS: dict[str, ValueReader[Any]] = {
     "own_batches": truth,
     "prediction": anything,
     "gradient_views": truth,
-    "float32_gathers": truth,
+    "float32_gathers": read_gathers,
 }
 
 

@@ -101,7 +101,7 @@ class StepEstimate:
 class Preset:
     """A ZeRO level over all data axes of a mesh, or over the last one alone.
 
-    `inner` means the last one alone: hybrid sharding. `float32_gathers` as in `ParallelPlan`.
+    `inner` means the last one alone: hybrid sharding. `float32_gathers`: nothing in 16 bits.
     """
 
     level: int

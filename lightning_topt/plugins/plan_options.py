@@ -83,7 +83,8 @@ class UniformPlan:
         """Return the plan for the blocks of `graph`."""
         names = [block.name for block in graph.blocks]
         again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
-        return preset_plan(self.preset, mesh=mesh, blocks=names, recompute=again)
+        plan = preset_plan(self.preset, mesh=mesh, blocks=names, recompute=again)
+        return plan.gathering(graph)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ Allow = (
     | ExchangeMethod
     | Sequence[str | Mapping[str, Any] | ExchangeMethod]
 )
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # autocast, by precision
 SEARCH = "search"  # as a plan: all that keep the loss curve are searched
 AllowStaleness = bool | str | Mapping[str, Any] | Prediction
 
@@ -229,7 +230,7 @@ class PlanRequest:
         """Whether the plan depends on how a training step runs."""
         given = self.plan
         if isinstance(given, ParallelPlan):
-            return given.schedule is not None or given.brings_batches
+            return given.schedule is not None or given.brings_batches or given.leaves_gathers
         return given is None or self.is_by_block or isinstance(given, MeshPlan | PipelinePlan)
 
     def bytes_under_ddp(self, module: nn.Module) -> int:

@@ -51,7 +51,7 @@ from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import StepMonitor, add_monitor
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
 from lightning_topt.plugins.plan_options import MeshPlan, PipelinePlan
-from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.plan_request import MIXED, PlanRequest
 from lightning_topt.plugins.step_runner import PlainRunner, StepRunner, clip_sharded
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets
@@ -401,9 +401,6 @@ def _place_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
             state[prefix + name] = _placed(value, own)
 
 
-_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
 # ---- how steps run -------------------------------------------------------------------------------
 
 
@@ -439,7 +436,7 @@ def run_options(strategy: DDPStrategy) -> RunOptions:
         topology=Topology(nodes, strategy.world_size // nodes, strategy.global_rank),
         nonfinite="error" if scaler_of(strategy.precision_plugin) is None else "skip",
         watch=strategy.rank_watch.ranks,  # type: ignore[attr-defined]
-        gather_dtype=_MIXED.get(strategy.precision_plugin.precision),
+        gather_dtype=MIXED.get(strategy.precision_plugin.precision),
     )
 
 

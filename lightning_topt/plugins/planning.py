@@ -62,6 +62,7 @@ from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plugins.microbatches import count_samples, split_batch
 from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.plan_request import (
+    MIXED,
     PlanRequest,
     check_exchange_of_run,
     check_flight,
@@ -151,9 +152,9 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     if isinstance(given, ParallelPlan):
         given.check_world_size(world_size)
         _check_model(given, module)
-        if given.schedule is not None or given.brings_batches:
-            check_step = partial(_check_step, given, request, trainer)
-            on_rank_0(partial(in_copy, trainer, check_step))
+        asks = given.leaves_gathers and trainer.precision in MIXED
+        if given.schedule is not None or given.brings_batches or asks:
+            given = ParallelPlan.from_dict(on_rank_0(partial(_as_seen, given, request, trainer)))
         return PlanDecision(_checked_on_every_rank(given, request, trainer))
     # One that is made of the step.
     if given is not None:  # what can be refused on every rank, before it is traced
@@ -239,7 +240,7 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
                 if isinstance(given, MeshPlan)
                 else search_all(request, trainer, batch)
             )
-            plan = planning.chosen.plan
+            plan = planning.chosen.plan.gathering(planning.graph)
     # The prediction for a compiled module is of eager code.
     if plan.predicted is not None and any(map(is_compiled, trainer.lightning_module.modules())):
         plan = replace(plan, reason=f"{plan.reason} {_EAGER}".strip())
@@ -377,9 +378,23 @@ def _checked_on_every_rank(
     return ParallelPlan.from_dict(on_rank_0(lambda: in_copy(trainer, complete)))
 
 
-def _check_step(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> None:
-    step = TracedStep.of(trainer, example_batch(trainer), splits=False)
-    _check_features(plan, request, trainer, step)
+def _as_seen(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> Any:
+    # The complete `plan`, which is checked with a traced step, and gathers as that needs it
+    is_checked = plan.schedule is not None or plan.brings_batches
+
+    def of_step() -> Any:
+        step = TracedStep.of(trainer, example_batch(trainer), splits=False)
+        if is_checked:
+            _check_features(plan, request, trainer, step)
+        return plan.gathering(step.graph).to_dict()
+
+    try:
+        return in_copy(trainer, of_step)
+    except Exception as error:
+        if is_checked:
+            raise
+        rank_zero_warn(f"topt: no step was seen, so gathers are in float32: {one_line(error)}")
+        return plan.to_dict()
 
 
 def _check_features(
@@ -527,7 +542,7 @@ def _search_stages(
         again = [_recomputed(point, search) for point in frontier.candidates]
         frontier = replace(frontier, points=tuple(again), uniform=())
         say_what_stays(graph)
-    plan = choose_for(request, frontier, search, trainer).plan
+    plan = choose_for(request, frontier, search, trainer).plan.gathering(graph)
     _check_features(plan, request, trainer, step)
     return plan
 

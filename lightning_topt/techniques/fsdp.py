@@ -16,12 +16,12 @@ there is one, else a `ShardedModule`. Costs are in `fsdp_costs`.
 
 [Note: 16 bits] Under precision ``bf16-mixed`` and ``16-mixed`` matrices are gathered in 16 bits,
 through FSDP2's `MixedPrecisionPolicy`, and gradients are reduced in float32: a block of level 3
-moves 2 x 2 + 4 bytes of each parameter in a step, where float32 moves 12. Autocast would round the
-matrices of products and convolutions to 16 bits before it uses them, so that nothing changes there,
-bit for bit. Vectors (norms, biases) and tables of `nn.Embedding`, which autocast leaves alone, are
-gathered in float32, and so are weights of `nn.LSTM` and its like, whose biases need their dtype.
-Inputs of blocks are not cast. Any other parameter of two or more dims that is read in float32 is
-seen rounded. A plan with `float32_gathers` gathers all in float32.
+moves 2 x 2 + 4 bytes of each parameter in a step, where float32 moves 12. These are the matrices
+that autocast rounds to 16 bits before it uses them, in products and convolutions, so that nothing
+changes, bit for bit: the traced step says so of each (`Parameter.narrow`), and a plan names the
+others (`float32_gathers`). What the step reads otherwise (tables, tied heads), what it uses several
+times, whose gradients add up in float32, vectors, and weights of recurrent layers are gathered in
+float32. Inputs of blocks are not cast.
 
 Frozen parameters have no gradient and no state to shard. At level 2 every rank keeps them whole, so
 that nothing of them travels; level 3 shards them with all others.
@@ -310,6 +310,7 @@ class _Sharding:
         ]
         if ("" if "" in sharded else sharded[0]) in blocks:
             self._shard_root(model, mesh, in_shards="" in blocks)
+            self._hooks += _under_autocast(model, model.module)
         self.root = model.root
         self._rules = DTensorRules()
         set_replaced(self._originals.values(), True)
@@ -368,8 +369,6 @@ class _Sharding:
         )
         if isinstance(model.root, ShardedModule):
             self._hooks += model.root.gather_outside()
-        if in_shards:
-            self._hooks += _under_autocast(model, model.module)
 
     def _shard(
         self,
@@ -386,7 +385,12 @@ class _Sharding:
             for parameter in named.values():
                 parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
         dtype = model.options.gather_dtype
-        narrow = set[str]() if dtype is None else narrow_names(block, named)
+        wide = {named.get(name) for name in model.float32_gathers}  # under any name of it
+        narrow = {
+            name
+            for name, p in named.items()
+            if dtype and p.dim() > 1 and p.dtype == torch.float32 and p not in wide
+        }
         # said, for what None means differs between releases of torch: as under ddp
         reduced_as = next((p.dtype for p in named.values() if p.requires_grad), None)
         policy = MixedPrecisionPolicy(
@@ -472,21 +476,6 @@ def _to_shard(model: ParallelModel, block: str) -> dict[str, nn.Parameter]:
 
 def _in_shards(model: ParallelModel, block: str) -> bool:
     return bool(model.configs[block].storage.sharded_axes("parameters"))
-
-
-def narrow_names(block: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:
-    """Return those of the parameters `named` that are gathered in 16 bits, see [Note: 16 bits]."""
-    wide = {
-        parameter
-        for module in block.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.RNNBase)
-        for parameter in module.parameters(recurse=False)
-    }
-    return {
-        name
-        for name, p in named.items()
-        if p.dim() > 1 and p.dtype == torch.float32 and p not in wide
-    }
 
 
 def _under_autocast(model: ParallelModel, module: nn.Module) -> list[RemovableHandle]:

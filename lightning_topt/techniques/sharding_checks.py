@@ -16,8 +16,8 @@ than a gather does. Where the shards were written meanwhile, these count. Of a m
 gathered in 16 bits only the elements that changed are copied: the others have more bits in shards.
 
 [Note: dtypes] Under FSDP2's `MixedPrecisionPolicy` some parameters of a group are gathered in 16
-bits (`fsdp.narrow_names`), the others in their own dtype. FSDP2 takes either kind in a gather, but
-one dtype of gradients: they are as the parameters when it asks for them, as autocast makes them.
+bits (see `fsdp`), the others in their own dtype. FSDP2 takes either kind in a gather, but one dtype
+of gradients: they are as the parameters when it asks for them, as autocast makes them.
 
 While a `DTensorRules` is open, a DTensor that is read as a Python number is reduced over the ranks,
 which all have to read it, and random numbers are drawn for the whole tensor on each rank, as under

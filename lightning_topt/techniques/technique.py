@@ -54,8 +54,8 @@ class RunOptions:
         topology: of the plan's gradient exchange; None: from the environment
         nonfinite: what the exchange does with gradients that are not finite, see `ExchangeSettings`
         watch: over the ranks of the run
-        gather_dtype: of autocast, under which steps run: matrices in shards are gathered in it;
-            None: in their own
+        gather_dtype: of autocast, under which steps run: matrices in shards are gathered in it, as
+            the plan says; None: in their own
     """
 
     ddp: Mapping[str, Any] = field(default_factory=dict)
@@ -80,6 +80,7 @@ class ParallelModel:
         root: what forward is called through; techniques replace it by a wrapper around it
         exchange: the plan's gradient exchange
         options: what the run brings besides the plan
+        float32_gathers: the matrices that `gather_dtype` is not for
         split: how parameters that are slices now were cut
         before_block: moves the arguments of a block before other hooks see them
         num_microbatches: with several, the caller keeps random numbers and buffers of each
@@ -96,6 +97,7 @@ class ParallelModel:
     root: nn.Module
     exchange: GradientMethod | None = None
     options: RunOptions = field(default_factory=RunOptions)
+    float32_gathers: Collection[str] = ()
     split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)
     before_block: Callable[[nn.Module, Any, Any], Any] | None = None
     num_microbatches: int = 1

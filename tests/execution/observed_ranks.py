@@ -144,7 +144,7 @@ def priced(plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile) -> Cal
         profile,
         plan.mesh,
         graph.batch_size,
-        float32_gathers=plan.float32_gathers,
+        float32_gathers=plan.float32_gathers is True,
     )
     found: list[Collective] = []
 

@@ -154,11 +154,17 @@ def observe_all(rank, plans):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_ranks_hold_what_was_said_and_call_what_was_priced(ranks):
     plans = plans_on(ranks)
+    modules = {model: on_meta(MODELS[model][0]) for model, _ in plans}
+    graphs = {
+        model: capture(
+            module, batch_for(module), forward_context=partial(autocast, DTYPES.get(model))
+        )
+        for model, module in modules.items()
+    }
+    plans = [(model, plan.gathering(graphs[model])) for model, plan in plans]
     seen = run_ranks(observe_all, ranks, plans)
     for index, (model, plan) in enumerate(plans):
-        module = on_meta(MODELS[model][0])
-        context = partial(autocast, DTYPES.get(model))
-        graph = capture(module, batch_for(module), forward_context=context)
+        module, graph = modules[model], graphs[model]
         found = verify_plan(plan, module, optimizers_of=optimizers_of, graph=graph)
         assert found.would_run, found.problems
         profile = read_optimizer(optimizers_of(module), named_parameters=module.named_parameters())

@@ -260,6 +260,9 @@ def test_gathers_in_float32_round_trip_and_need_shards() -> None:
     assert isinstance(given, UniformPlan) and given.recompute and given.preset.float32_gathers
     plan = preset_plan(given.preset, mesh=hybrid_mesh(2, 2))
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan and "in float32" in plan.summary()
+    for names in ((), ("table", "b.scale")):
+        named = replace(plan, float32_gathers=names)
+        assert ParallelPlan.from_yaml(named.to_yaml()) == named and not named.leaves_gathers
     assert "float32_gathers" not in uniform_plan(3, data_parallel_size=2).to_yaml()
     with pytest.raises(PlanError, match="float32_gathers is for parameters in shards"):
         replace(uniform_plan(1, data_parallel_size=2), float32_gathers=True)

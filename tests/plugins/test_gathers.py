@@ -1,19 +1,24 @@
-"""Sharded plans in 16 bits: what their gathers move, and losses beside Lightning's FSDP2."""
+"""Sharded plans in 16 bits: what their gathers move, and losses beside ddp's and Lightning's."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication.collectives import AllGather, ReduceScatter
-from tests.execution.observed_ranks import Recorder
+from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.graph.capture import capture
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from tests.execution.observed_ranks import Recorder, autocast, priced
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, make_trainer, on_ranks
 
 LAYERS, STEPS = 3, 4
@@ -76,3 +81,104 @@ def test_blocks_move_8_bytes_of_a_parameter_and_train_as_with_12(precision: str)
         assert losses == exact and len(losses) == STEPS
         # Lightning's also rounds embeddings, norms and what is between layers to 8 bits
         assert losses == pytest.approx(theirs, rel=2e-3)
+
+
+# ---- which parameters travel in 16 bits ----------------------------------------------------------
+
+
+class Uses(nn.Module):
+    """Matrices (width, width) that autocast rounds before they are used, and such that it does not.
+
+    The latter begin with ``wide``.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+        def matrix(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape) / 8)
+
+        self.linear, self.wide_twice = nn.Linear(width, width), matrix(width, width)
+        self.wide_penalized, self.wide_apart = nn.Linear(width, width), nn.Linear(width, width)
+        self.bias, self.wide_scale, self.wide_table = (
+            matrix(width),
+            matrix(1, width),
+            matrix(8, width),
+        )
+        self.addmm, self.experts, self.routed = (
+            matrix(width, width),
+            matrix(2, width, width),
+            matrix(2, width, width),
+        )
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.wide_recurrent = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.addmm(self.bias, x.flatten(0, 1), self.addmm).view_as(x)
+        x = x + torch.bmm(torch.stack([x.flatten(0, 1)] * 2), self.experts).sum(0).view_as(x)
+        x = x + x @ self.routed[0] - (x @ self.routed[1]).relu()
+        x = x + self.wide_scale * ((self.linear(x) @ self.wide_twice).relu() @ self.wide_twice)
+        x = x + self.wide_table[torch.arange(x.shape[1])] + self.wide_penalized(x)
+        x = x + self.attention(x, x[:, :1], x[:, :1])[0] + self.wide_recurrent(x)[0]
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.layer_norm(x.float() + self.wide_apart(x.float()), x.shape[-1:])
+
+
+class UsesGPT(RecordingGPT):
+    """Positions are added, the head is tied, layers are `Uses`."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0, width=64, tied=True)
+        del self.positions
+        self.wide_positions = nn.Parameter(torch.randn(8, 64) / 8)
+        self.middle = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Uses(64) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.middle(self.tokens(tokens) + self.wide_positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        decay = sum(block.wide_penalized.weight.square().sum() for block in self.blocks)
+        return super().training_step(batch, batch_idx) + 1e-2 * decay
+
+
+def fits_of_uses(rank: int) -> dict[str, tuple[list[float], Any, float]]:
+    """Losses, the plan, and bytes that a step gathers."""
+    found: dict[str, tuple[list[float], Any, float]] = {}
+    given: dict[str, Any] = {}
+    for plan in ("ddp", "zero2", "zero3", "file"):
+        torch.manual_seed(0)
+        module, recorder = UsesGPT(), Recorder()
+        strategy = AutoParallelStrategy(plan=given if plan == "file" else plan)
+        trainer = make_trainer(
+            strategy, devices=2, precision="bf16-mixed", limit_train_batches=STEPS
+        )
+        with recorder.watching("fit"):
+            trainer.fit(module, OwnShare(8))
+        assert strategy.parallel_plan is not None
+        values = strategy.parallel_plan.to_dict()
+        gathered = sum(nbytes for _, op, _, nbytes in recorder.calls if op == "all_gather")
+        found[plan] = module.losses, values, gathered / STEPS
+        # a file that somebody has written does not say what is gathered
+        given = {name: value for name, value in values.items() if name != "float32_gathers"}
+    return found
+
+
+def test_what_autocast_rounds_travels_in_16_bits_and_losses_are_those_of_ddp() -> None:
+    module = UsesGPT()
+    matrices = [name for name, p in module.named_parameters() if p.dim() > 1]
+    wide = [name for name in matrices if "wide" in name or name == "tokens.weight"]
+    context = partial(autocast, torch.bfloat16)
+    graph = capture(module, next(iter(OwnShare(4))), forward_context=context)
+    optimizers = [module.configure_optimizers()["optimizer"]]
+    profile = read_optimizer(optimizers, named_parameters=module.named_parameters())
+    for found in on_ranks(fits_of_uses):
+        losses, *_ = found.pop("ddp")
+        for of_plan, values, nbytes in found.values():
+            assert of_plan == losses and values["float32_gathers"] == wide
+            calls = priced(ParallelPlan.from_dict(values), graph, profile)
+            predicted = sum(size for (_, op, _), (_, size) in calls.items() if op == "all_gather")
+            assert nbytes == pytest.approx(predicted, rel=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -104,6 +105,8 @@ def train(
     engine = None
     if preset is not None:
         plan = preset_plan(PRESETS[preset], mesh=data_mesh(dist.get_world_size()), blocks=blocks)
+        if dtype is not None:
+            plan = replace(plan, float32_gathers=())
         engine = Engine(plan, module, device=CPU, options=RunOptions(gather_dtype=dtype))
         engine.apply()
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
@@ -236,9 +239,9 @@ class Recurrent(nn.Module):
         return self.last(self.first(x.view(-1, 2, 2).transpose(0, 1))[0]).square().mean()
 
 
-def _recurrent(rank: int, preset: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _recurrent(rank: int, preset: str) -> dict[str, Tensor]:
     module = Recurrent()
-    found = train(module, preset=preset, blocks=["first"], dtype=dtype)
+    found = train(module, preset=preset, blocks=["first"])
     with torch.no_grad():
         module(torch.ones(1, 4))
     names = zip(module.first._flat_weights, module.first._flat_weights_names, strict=True)
@@ -246,11 +249,9 @@ def _recurrent(rank: int, preset: str, dtype: torch.dtype | None) -> dict[str, T
     return found
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("preset", ["zero2", "zero3"])
-def test_recurrent_layers_follow_their_shards(preset: str, dtype: torch.dtype | None):
-    wanted = train(Recurrent(), dtype=dtype)
-    same(run_on_pool(_recurrent, 2, preset, dtype), wanted, bits=23 if dtype is None else 9)
+def test_recurrent_layers_follow_their_shards(preset: str):
+    same(run_on_pool(_recurrent, 2, preset), train(Recurrent()))
 
 
 class Tied(nn.Module):

@@ -1,7 +1,6 @@
 """ParallelPlan -> running ranks.
 
 engine                 applies a plan on one rank, steps, saves, loads, undoes it
-applied_techniques     what techniques did to the module, as one
 attached_optimizer     optimizers under a plan
 states                 states in full form, stored, and the parts of ranks
 sharded_checkpoint     checkpoints as a folder

@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import abort_groups, destroy_groups, own_group
-from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer, StageOptimizer
 from lightning_topt.execution.pipeline.continuous_run import ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import (
@@ -54,7 +53,13 @@ from lightning_topt.techniques.registry import (
     check_tied,
     parameters_by_block,
 )
-from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions, forget_meshes
+from lightning_topt.techniques.technique import (
+    Applied,
+    AppliedTechniques,
+    ParallelModel,
+    RunOptions,
+    forget_meshes,
+)
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_sgd import OuterSteps

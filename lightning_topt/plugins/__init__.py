@@ -15,7 +15,6 @@ A fit under ``"topt"``, from Lightning's hooks down:
       continuous_steps     ... through stages without flush
       group_steps          ... on a tensor group or a pipeline whose ranks bring a batch each
     plan_checkpoints       full and sharded checkpoints, whatever the plan
-    exchange_guard         the gradient exchange of a plan
     training_data          where in an epoch a checkpoint was made; signals by preemption
     equal_batches          ranks end an epoch together
     lost_ranks             names the rank that is lost
@@ -25,7 +24,7 @@ What these use:
 
     why a plan cannot run  requirements
     a step's result        stage_steps, microbatches
-    Lightning              data_parallel_hooks, register
+    Lightning              data_parallel_hooks (with the exchange of gradients), register
 
 Other plugins:
 

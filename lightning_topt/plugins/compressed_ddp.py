@@ -33,7 +33,6 @@ from lightning_topt.plugins.data_parallel_hooks import (
     checked_ddp_options,
     name_own_strategy,
 )
-from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import add_monitor
 
 
@@ -119,7 +118,7 @@ class CompressedDDPStrategy(DataParallelHooks):
         add_monitor(self.lightning_module.trainer)
 
     def _nonfinite_for_precision(self) -> str:
-        scales = scaler_of(self.precision_plugin) is not None
+        scales = getattr(self.precision_plugin, "scaler", None) is not None
         if self._nonfinite == "skip" and not scales:
             raise ValueError(
                 'nonfinite="skip" makes gradients NaN so that a GradScaler skips the step; '

@@ -1,12 +1,12 @@
 """What strategies on Lightning's DDPStrategy share.
 
     rank_watch        names the rank that is lost (`lost_ranks`)
-    _guard            looks after the exchange of gradients (`exchange_guard`)
+    _guard            looks after the exchange of gradients (`ExchangeGuard`)
     _training_data    where in an epoch a checkpoint was made (`training_data`)
     _batches          ranks end an epoch together (`equal_batches`)
 
-`DataParallelHooks` makes the four, and hands on to them. Below it: the options that Lightning's
-strategy takes as well, and the errors that speak of them.
+`DataParallelHooks` makes the four, and hands on to them. Below it: the guard, the options that
+Lightning's strategy takes as well, and the errors that speak of them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,33 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.communication.topology import Topology
+from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective
+from lightning_topt.communication.topology import Topology, at_exit
 from lightning_topt.plugins.equal_batches import EqualBatches
-from lightning_topt.plugins.exchange_guard import ExchangeGuard
 from lightning_topt.plugins.lost_ranks import LostRankWatch, Runs
-from lightning_topt.plugins.training_data import TrainingData
+from lightning_topt.plugins.training_data import CHECKPOINT_KEY, TrainingData
+
+if TYPE_CHECKING:
+    from lightning_topt.communication.local_sgd import OuterSteps
 
 log = logging.getLogger(__name__)
+EXCHANGE_KEY = "gradient_exchange"  # in our part of checkpoints
 HOOK_OPTIONS = (
     "ddp_comm_hook",
     "ddp_comm_state",
@@ -153,6 +161,127 @@ def _may_be_folder(path: Any) -> bool:
     return os.path.isdir(path) or "://" in str(path)
 
 
+# ---- the exchange of gradients -------------------------------------------------------------------
+
+
+class ExchangeGuard:
+    """Looks after a strategy's `exchange`, None where DDP's own all-reduce averages gradients.
+
+    It stays open after a fit, for checkpoints, until the next fit or the end of the process.
+    """
+
+    def __init__(self, rank_watch: LostRankWatch) -> None:
+        self.exchange: CompressedExchange | OuterSteps | None = None
+        self._call_off: Callable[[], None] | None = None
+        self._rank_watch = rank_watch
+
+    def open(self, exchange: CompressedExchange | OuterSteps | None) -> None:
+        """Take `exchange` in place of the last one."""
+        self.close()
+        self.exchange = exchange
+        if exchange is not None:
+            self._call_off = at_exit(exchange.end)
+
+    def close(self, *, alone: bool = False) -> None:
+        """End the exchange; other ranks need not do so where this one does it `alone`."""
+        if self.exchange is not None:
+            if self._call_off is not None:
+                self._call_off()
+                self._call_off = None
+            if alone:
+                self.exchange.end()
+            else:
+                self.exchange.close()
+            self.exchange = None
+
+    def statistics(self) -> ExchangeStatistics | None:
+        """Return what was exchanged since the last call; None without an exchange."""
+        return None if self.exchange is None else self.exchange.statistics(reset=True)
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def errors(self) -> Generator[None, None, None]:
+        """Raise the error of the hook that autograd and DDP may have wrapped in their own.
+
+        DDP hands out the buckets of unused parameters in its forward pass already.
+        """
+        try:
+            yield
+        except Exception as error:
+            # What the hook has raised in its thread or in backward.
+            reason = None if self.exchange is None else self.exchange.error
+            # Another collective failed: somebody is lost.
+            if reason is None and is_of_collective(error) and not isinstance(error, PeerLostError):
+                reason = self._rank_watch.diagnose(error)
+            if reason is None or error is reason:
+                raise
+            raise reason from error
+
+    def begin_backward(self, precision: Precision) -> None:
+        """Tell the exchange by what `precision` has scaled the loss."""
+        scaler = getattr(precision, "scaler", None)  # of 16-mixed
+        if self.exchange is not None and scaler is not None:
+            self.exchange.loss_scale = scaler.get_scale()
+
+    def step(self, step: Callable[[], Any], precision: Precision) -> Any:
+        """Return what an optimizer's `step` returns; tell the exchange where it was skipped.
+
+        A scaler lowers its scale exactly then.
+        """
+        output = step()
+        exchange, scaler = self.exchange, getattr(precision, "scaler", None)
+        if exchange is not None and scaler is not None and scaler.get_scale() < exchange.loss_scale:
+            exchange.step_skipped()
+        return output
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def saves_state(self, checkpoint: Mapping[str, Any], module: pl.LightningModule | None) -> bool:
+        """Return whether `checkpoint` is to have the exchange's state.
+
+        It has that with the optimizers', and while the ranks are together.
+        """
+        return (
+            self.exchange is not None
+            and module is not None
+            and "optimizer_states" in checkpoint
+            # After an exception the other ranks may be anywhere: a collective call could wait for
+            # them.
+            and not module.trainer.interrupted
+        )
+
+    def add_state(self, checkpoint: dict[str, Any], module: pl.LightningModule | None) -> None:
+        """Put the exchange's state into a checkpoint that is to have it. A collective call."""
+        if self.saves_state(checkpoint, module):
+            assert self.exchange is not None
+            checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self.exchange.state_dict()
+
+    def load_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the exchange what `checkpoint` has of it."""
+        state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
+        if state is None:
+            return
+        # The residuals of another method mean nothing to this one.
+        method = None if self.exchange is None else self.exchange.method.name
+        if self.exchange is not None and state["method"] == method:
+            self.exchange.load_state_dict(state)
+            if self.exchange.trains_alone:
+                rank_zero_warn(
+                    "topt: ranks that train alone have optimizers of their own, and the checkpoint "
+                    "has that of rank 0: all go on with it"
+                )
+            return
+        now = "an all-reduce" if method is None else f"method={method!r}"
+        rank_zero_warn(
+            f"the checkpoint's gradients were exchanged by method={state['method']!r}; {now} "
+            "starts without what that held back"
+        )
+
+
+# ---- options of Lightning's DDPStrategy ----------------------------------------------------------
+
+
 class NodeShape(NamedTuple):
     """Who shares a node, where it is not what the Trainer has; None: it is, or it follows."""
 
@@ -181,9 +310,6 @@ class NodeShape(NamedTuple):
                 "fit, or neither, for those of the Trainer"
             )
         return Topology(nodes, ranks, strategy.global_rank)
-
-
-# ---- options of Lightning's DDPStrategy
 
 
 def checked_ddp_options(

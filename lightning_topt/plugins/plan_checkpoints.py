@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY, ExchangeGuard
+from lightning_topt.plugins.data_parallel_hooks import ExchangeGuard
 from lightning_topt.plugins.step_runner import StepRunner
+from lightning_topt.plugins.training_data import CHECKPOINT_KEY
 
 if TYPE_CHECKING:
     from lightning_topt.execution.engine import Engine

@@ -47,7 +47,6 @@ from lightning_topt.execution.memory import (
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.equal_batches import lent
-from lightning_topt.plugins.exchange_guard import scaler_of
 from lightning_topt.plugins.monitors import StepMonitor, add_monitor
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
 from lightning_topt.plugins.plan_options import MeshPlan, PipelinePlan
@@ -434,7 +433,8 @@ def run_options(strategy: DDPStrategy) -> RunOptions:
         hook=hook,
         hook_state=strategy._ddp_comm_state,
         topology=Topology(nodes, strategy.world_size // nodes, strategy.global_rank),
-        nonfinite="error" if scaler_of(strategy.precision_plugin) is None else "skip",
+        # a scaler skips such a step
+        nonfinite="skip" if getattr(strategy.precision_plugin, "scaler", None) else "error",
         watch=strategy.rank_watch.ranks,  # type: ignore[attr-defined]
         gather_dtype=MIXED.get(strategy.precision_plugin.precision),
     )

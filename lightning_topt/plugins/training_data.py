@@ -36,10 +36,10 @@ from lightning_topt.data.resumable_loader import (
     random_states,
     set_random_states,
 )
-from lightning_topt.plugins.exchange_guard import CHECKPOINT_KEY
 from lightning_topt.plugins.preemption import Preemption
 
-DATA_KEY = "training_data"  # in our part of checkpoints
+# In checkpoints: what is ours, and of that where in its data a fit was.
+CHECKPOINT_KEY, DATA_KEY = "lightning_topt", "training_data"
 _COUNTS = ("ready", "started", "processed", "completed")
 
 

@@ -30,7 +30,6 @@ from lightning_topt.communication.collectives import values_of_group
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.value_exchange import value_of_rank
-from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.pipeline.p2p import RankLinks
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges, StageNorms
 from lightning_topt.execution.pipeline.stage_layout import (
@@ -56,7 +55,7 @@ from lightning_topt.execution.pipeline.step_program import (
 from lightning_topt.execution.states import load_module_state, module_state
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.technique import Applied, RunOptions
+from lightning_topt.techniques.technique import Applied, AppliedTechniques, RunOptions
 from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 

@@ -9,8 +9,8 @@ A fit under ``"topt"``, from Lightning's hooks down:
         plan_options       the forms in which plans, meshes and limits are given
       planning             a given plan, or one made of a step that is traced at setup
       searched_plan        searches on a given mesh, and of all plans
-    plan_run               the plan of a fit: decided, applied before optimizers are made, undone
-      step_runner          how steps run under a plan; the plain way
+    plan_run               the plan of a fit: decided, applied before optimizers are made, undone;
+                           how steps run under it, and the plain way
       pipeline_steps       ... through stages, in microbatches
       continuous_steps     ... through stages without flush
       group_steps          ... on a tensor group or a pipeline whose ranks bring a batch each

@@ -7,7 +7,7 @@ A fit that asks for a plan, in the order of Lightning's hooks:
                        applied to the module (`plan_run`, `execution.engine`)
     setup_optimizers   the engine follows the optimizers, made of what the plan left of parameters
     training_step, backward, optimizer_step
-                       run as the plan says (`step_runner`)
+                       run as the plan says (`plan_run.StepRunner`)
     teardown           the module is unsharded
 
 One that asks for none is Lightning's ``ddp``, with updates that ranks may share (`shared_updates`).
@@ -185,8 +185,8 @@ class AutoParallelStrategy(DataParallelHooks):
             ddp_kwargs=self._ddp_kwargs,
             has_hook=self._ddp_comm_hook is not None,
         )
-        self._checkpoints = PlanCheckpoints(checkpoint, self._guard)
-        self._run = PlanRun(self.request, self, self._checkpoints)
+        self._run = PlanRun(self.request, self, self._guard)
+        self._checkpoints = PlanCheckpoints(checkpoint, self._run, self._guard)
         self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
         self._is_asked = False
         self._elastic: ElasticRun | None = None
@@ -273,7 +273,6 @@ class AutoParallelStrategy(DataParallelHooks):
             self._failed, self._updates = False, None
             self.request.check_local_steps()
             self._run.begin_fit()
-            self._checkpoints.begin_fit()
         self._guard.open(None)
         super().setup(trainer)
 
@@ -472,11 +471,12 @@ class AutoParallelStrategy(DataParallelHooks):
         read = super().lightning_module_state_dict
         if self._elastic is not None and self._elastic.is_alone:
             return read()
-        return self._run.module_state(read)
+        return self._checkpoints.module_state(self.lightning_module, without_plan=read)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._run.load_module_state(checkpoint, super().load_model_state_dict, strict=strict)
+        load = super().load_model_state_dict
+        self._checkpoints.load_module_state(checkpoint, without_plan=load, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -487,8 +487,8 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load, runner = super().load_optimizer_state_dict, self._run.runner
-        self._checkpoints.load_optimizer_states(checkpoint, self, runner=runner, without_plan=load)
+        load = super().load_optimizer_state_dict
+        self._checkpoints.load_optimizer_states(checkpoint, self, without_plan=load)
 
     @override
     def add_state(self, checkpoint: dict[str, Any]) -> None:
@@ -499,10 +499,7 @@ class AutoParallelStrategy(DataParallelHooks):
     def write_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any, as_file: Any
     ) -> None:
-        plan, runner = self.parallel_plan, self._run.runner
-        self._checkpoints.save(
-            checkpoint, path, storage_options, self, plan=plan, runner=runner, as_file=as_file
-        )
+        self._checkpoints.save(checkpoint, path, storage_options, self, as_file=as_file)
 
     @override
     def read_checkpoint(self, path: Any, load: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_layout import parameters_in
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.plan_run import Step, StepRunner
 from lightning_topt.plugins.stage_steps import (
     Gradients,
     LoggedCall,
@@ -49,7 +50,6 @@ from lightning_topt.plugins.stage_steps import (
     replay,
     takes_index,
 )
-from lightning_topt.plugins.step_runner import Step, StepRunner
 from lightning_topt.weight_prediction import TwoVersions
 
 PIPELINE_KEY = "pipeline"  # in checkpoints, of what is ours: the state of the pipeline

@@ -35,6 +35,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import PlanError
+from lightning_topt.plugins.plan_run import Step, StepRunner
 from lightning_topt.plugins.stage_steps import (
     LoggedCall,
     StageSteps,
@@ -50,7 +51,6 @@ from lightning_topt.plugins.stage_steps import (
     takes_index,
     uncounted,
 )
-from lightning_topt.plugins.step_runner import Step, StepRunner
 from lightning_topt.techniques.tensor_parallel.random_states import (
     RandomStates,
     random_states,

@@ -34,6 +34,7 @@ from lightning_topt.plugins.microbatches import (
     weighted_losses,
     without_trace,
 )
+from lightning_topt.plugins.plan_run import Step, StepRunner
 from lightning_topt.plugins.stage_steps import (
     EVALUATIONS,
     Found,
@@ -46,7 +47,6 @@ from lightning_topt.plugins.stage_steps import (
     stashed_gradients,
     takes_index,
 )
-from lightning_topt.plugins.step_runner import Step, StepRunner
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
 

@@ -10,7 +10,7 @@ strategies. Full ones are written beside training by Lightning's plugin `AsyncCh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -22,44 +22,59 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt.basics.argument_checks import check_choice
-from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.data_parallel_hooks import ExchangeGuard
-from lightning_topt.plugins.step_runner import StepRunner
+from lightning_topt.plugins.plan_run import PlanRun
 from lightning_topt.plugins.training_data import CHECKPOINT_KEY
-
-if TYPE_CHECKING:
-    from lightning_topt.execution.engine import Engine
 
 
 class PlanCheckpoints:
     """Saves and loads what a plan runs.
 
-    `engine` is that of the fit's plan, also once it is released: then it still has the states.
-
     Args:
         form: ``"full"`` or ``"sharded"``: which are written; both are read.
+        run: of the plan.
         guard: of the exchange whose state is saved too.
 
     Raises ValueError for another form.
     """
 
-    def __init__(self, form: str, guard: ExchangeGuard) -> None:
+    def __init__(self, form: str, run: PlanRun, guard: ExchangeGuard) -> None:
         check_choice(form, name="checkpoint", allowed=("full", "sharded"))
-        self.form, self.guard = form, guard
-        self.engine: Engine | None = None
+        self.form, self._run, self._guard = form, run, guard
 
     @property
     def are_full(self) -> bool:
         """Whether plain files are written."""
         return self.form == "full"
 
-    def begin_fit(self) -> None:
-        """Close the engine of the last fit."""
-        if self.engine is not None:
-            self.engine.close()
-        self.engine = None
-
     # ---- states ----------------------------------------------------------------------------------
+
+    def module_state(
+        self, module: pl.LightningModule | None, *, without_plan: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the state of the module, in the form of checkpoints."""
+        engine = self._run.engine
+        trains_alone = engine is not None and engine.plan.local_steps is not None
+        # Before ranks meet: the others may be anywhere.
+        if trains_alone and module is not None and module.trainer.interrupted:
+            raise RuntimeError(
+                "ranks were training alone when the fit was interrupted, so that each has other "
+                "parameters: go on from the last checkpoint"
+            )
+        self._run.runner.drain()  # for files that user code writes when it likes
+        return without_plan() if engine is None else engine.module_state(full=self.are_full)
+
+    def load_module_state(
+        self, checkpoint: Mapping[str, Any], *, without_plan: Callable[..., None], strict: bool
+    ) -> None:
+        """Load the state of the module, of either form."""
+        state = checkpoint["state_dict"]
+        if self._run.engine is not None:
+            self._run.engine.load_module_state(state, strict=strict)
+            return
+        if not isinstance(state, dict):  # stored in a checkpoint folder
+            checkpoint = {**checkpoint, "state_dict": state.read()}
+        without_plan(checkpoint, strict=strict)
 
     def optimizer_state(
         self,
@@ -70,16 +85,15 @@ class PlanCheckpoints:
         """Return the state of an optimizer; that of `without_plan` where no plan runs it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self.engine is None:
+        if (engine := self._run.last_engine) is None:
             return without_plan(optimizer)
-        return self.engine.optimizer_state(optimizer, full=self.are_full)
+        return engine.optimizer_state(optimizer, full=self.are_full)
 
     def load_optimizer_states(
         self,
         checkpoint: Mapping[str, Any],
         strategy: Strategy,
         *,
-        runner: StepRunner,
         without_plan: Callable[[Mapping[str, Any]], None],
     ) -> None:
         """Load the states of the optimizers, of the exchange and of the runner.
@@ -90,11 +104,11 @@ class PlanCheckpoints:
         states = [*map(_numbered, checkpoint["optimizer_states"])]
         checkpoint = {**checkpoint, "optimizer_states": states}
         # The engine takes full and sharded states.
-        if self.engine is not None:
+        if (engine := self._run.last_engine) is not None:
             for optimizer, state in zip(optimizers, states, strict=False):
-                self.engine.load_optimizer_state(optimizer, state)
-            self.guard.load_state(checkpoint)
-            runner.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
+                engine.load_optimizer_state(optimizer, state)
+            self._guard.load_state(checkpoint)
+            self._run.runner.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
             _optimizers_to_device(optimizers, strategy.root_device)
             return
         # else a state is stored in a checkpoint folder
@@ -110,25 +124,24 @@ class PlanCheckpoints:
         storage_options: Any | None,
         strategy: Strategy,
         *,
-        plan: ParallelPlan | None,
-        runner: StepRunner,
         as_file: Callable[..., None],
     ) -> None:
-        """Save `checkpoint` of `strategy` with the `plan` that `runner` runs.
+        """Save `checkpoint` of `strategy` with the plan that runs.
 
         One that is no folder is saved by `as_file`.
 
         A collective call.
         """
+        run = self._run
         # A checkpoint of a Trainer names Lightning's version; bare weights (sent back by forked
         # ranks) stay bare.
         is_bare, module = "pytorch-lightning_version" not in checkpoint, strategy.lightning_module
-        if plan is not None and not is_bare:
+        if run.plan is not None and not is_bare:
             # The user's hooks were given `checkpoint`, and may keep it.
-            own = {"plan": plan.to_dict(), **runner.state_dict()}
+            own = {"plan": run.plan.to_dict(), **run.runner.state_dict()}
             own = {**checkpoint.get(CHECKPOINT_KEY, {}), **own}
             checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
-        if not is_bare and self.engine is not None and module is not None:
+        if not is_bare and run.last_engine is not None and module is not None:
             checkpoint = _without_modules(checkpoint, module)
         if is_bare or self.are_full:
             save_file(strategy, checkpoint, path, as_file, storage_options=storage_options)
@@ -172,8 +185,8 @@ class PlanCheckpoints:
                 "options of an object store from its own configuration files and the environment), "
                 'or use checkpoint="full"'
             )
-        exchange = self.guard.exchange
-        saves_exchange = self.guard.saves_state(checkpoint, strategy.lightning_module)
+        exchange = self._guard.exchange
+        saves_exchange = self._guard.saves_state(checkpoint, strategy.lightning_module)
         save_sharded(
             path,
             module=checkpoint["state_dict"],

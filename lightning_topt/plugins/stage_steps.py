@@ -45,7 +45,7 @@ from lightning_topt.communication.value_exchange import value_of_rank
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.equal_batches import lent
-from lightning_topt.plugins.step_runner import evaluating
+from lightning_topt.plugins.plan_run import evaluating
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 if TYPE_CHECKING:

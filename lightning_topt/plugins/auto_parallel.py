@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -292,8 +293,14 @@ class AutoParallelStrategy(DataParallelHooks):
     def configure_ddp(self) -> None:
         assert self.model is not None and self.lightning_module is not None
         if self._is_asked:
-            trainer = self.lightning_module.trainer
-            self._run.apply(self._run.decide(trainer), trainer)
+            start, trainer = perf_counter(), self.lightning_module.trainer
+            # what traces and searches is imported where a plan is made
+            from lightning_topt.plugins.planning import decide_plan, example_batch  # noqa: PLC0415
+
+            made = decide_plan(self.request, trainer)
+            seconds = perf_counter() - start
+            self._run.know(made.plan, made.planned_by, seconds, planning=made.planning)
+            self._run.apply(trainer, partial(example_batch, trainer))
             return
         options, device = run_options(self), self.root_device
         self.model = ddp = wrap_in_ddp(

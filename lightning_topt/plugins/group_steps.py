@@ -281,17 +281,10 @@ class _StagePasses:
 # ---- steps that change buffers -------------------------------------------------------------------
 
 
-def why_not_with_buffer(name: str) -> str:
-    """Return why ranks that bring a batch each cannot run steps that change the buffer `name`."""
-    return (
-        f"training steps change the buffer {name!r}, of which ddp keeps what rank 0's batches make"
-    )
-
-
 def refused_buffer(name: str) -> PlanError:
     """Return the error for a step that changes the buffer `name`."""
     return PlanError(
-        f"{why_not_with_buffer(name)}; in a group of ranks that bring a batch each they would all "
-        "count: leave out own_batches or num_microbatches, or choose a plan without stages and "
-        "tensor axes"
+        f"training steps change the buffer {name!r}, of which ddp keeps what rank 0's batches make."
+        " In a group of ranks that bring a batch each all would count: leave out own_batches or "
+        "num_microbatches, or choose a plan without stages and tensor axes"
     )

@@ -1,13 +1,11 @@
-"""The plan of a fit: decided and applied before optimizers are made, and undone.
+"""The plan of a fit: applied before optimizers are made, how steps run under it, and its end.
 
     run.begin_fit()
-    plan = run.decide(trainer)    what was asked, of a traced step
-    run.apply(plan, trainer)      the model that the strategy calls
-    run.attach(optimizers)        once they are made
-    run.end(failed=False)         the module is unsharded again
-
-What was decided stays until the next fit, for whoever asks. What plans and searches is imported
-when it is first used.
+    run.know(plan, ...)              what was decided (`planning`); it stays until the next fit
+    run.apply(trainer, read_batch)   the model that the strategy calls
+    run.attach(optimizers)           once they are made
+    run.runner.training_step(...)    steps, and their update
+    run.end(failed=False)            the module is unsharded again
 
 How steps run under the plan is its `StepRunner`'s (`run.runner`), to which the strategy's hooks
 delegate. It is chosen once, when the plan is applied (`choose_runner`):
@@ -25,7 +23,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
@@ -35,7 +32,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -47,12 +43,7 @@ from typing_extensions import override
 
 from lightning_topt import plugins
 from lightning_topt.communication.topology import Topology
-from lightning_topt.execution.memory import (
-    MemoryMeter,
-    release_free_memory,
-    return_freed_memory,
-    warm_up,
-)
+from lightning_topt.execution.memory import MemoryMeter, warm_up
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.optim.clipping import agree_on_overflow
 from lightning_topt.optim.full_state import parameters_of
@@ -115,29 +106,17 @@ class PlanRun:
             self.last_engine.close()
         self.last_engine = None
 
-    def decide(self, trainer: pl.Trainer) -> ParallelPlan:
-        """Return the plan of this fit, made now. A collective call. Raises what planning does."""
-        start = perf_counter()
-        if self.request.needs_batch and trainer.lightning_module.automatic_optimization:
-            trainer.fit_loop.setup_data()  # draws as it does under ddp
-        # Planning draws random numbers, and training goes on as if it had not.
-        with isolate_rng():
-            # what traces and searches is imported where a plan is made
-            from lightning_topt.plugins.planning import decide_plan  # noqa: PLC0415
-
-            decision = decide_plan(self.request, trainer)
-        self.plan, self.planning = decision.plan, decision.planning
-        self.planned_by = decision.planned_by
-        # Give back what planning has used, before memory is measured.
-        if self.request.saves_memory or self.plan.saves_memory:
-            release_free_memory()
-            return_freed_memory(self._device)
-        self.seconds = perf_counter() - start
-        return self.plan
-
-    def know(self, plan: ParallelPlan, planned_by: str, seconds: float) -> None:
-        """Know a plan that was decided elsewhere, in `seconds`."""
+    def know(
+        self,
+        plan: ParallelPlan,
+        planned_by: str,
+        seconds: float,
+        *,
+        planning: Planning | None = None,
+    ) -> None:
+        """Know the plan of this fit, decided in `seconds`, and what was searched."""
         self.plan, self.planned_by, self.seconds = plan, planned_by, seconds
+        self.planning = planning
 
     @property
     def decided(self) -> Mapping[str, Any]:
@@ -180,20 +159,23 @@ class PlanRun:
         if isinstance(model, DistributedDataParallel):
             strategy.model = model  # the superclass unwraps it
 
-    def apply(self, plan: ParallelPlan, trainer: pl.Trainer) -> None:
-        """Apply `plan` to the module, for which there are no optimizers yet."""
+    def apply(self, trainer: pl.Trainer, read_batch: Callable[[], Any]) -> None:
+        """Apply the plan to the module, for which there are no optimizers yet.
+
+        `read_batch` returns an example of the batches.
+        """
         # what applies plans is imported by fits that have one
         from lightning_topt.execution.engine import Engine  # noqa: PLC0415
 
-        strategy, module, device = self._strategy, trainer.lightning_module, self._device
+        plan, strategy, device = self.plan, self._strategy, self._device
+        module = trainer.lightning_module
+        assert plan is not None
         engine = Engine(plan, module, device=device, options=run_options(strategy))
         self.last_engine = engine
         runner, example = choose_runner(engine, module, strategy), None
         # Stages have to know what they send.
         if plan.schedule is not None:
-            from lightning_topt.plugins.planning import example_batch  # noqa: PLC0415
-
-            example = runner.example(example_batch(trainer))
+            example = runner.example(read_batch())
         strategy.model = engine.apply(example=example)
         # The plan's own exchange of gradients, if it has one.
         self._guard.open(engine.exchange)

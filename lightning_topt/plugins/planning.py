@@ -21,9 +21,9 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -42,6 +42,7 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.measuring import on_every_rank, on_rank_0
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
+from lightning_topt.execution.memory import release_free_memory, return_freed_memory
 from lightning_topt.graph.blocks import block_of, choose_blocks
 from lightning_topt.graph.errors import CaptureError, one_line, with_user_lines
 from lightning_topt.graph.mesh_axes import Mesh
@@ -105,8 +106,7 @@ _MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class PlanDecision:
+class PlanDecision(NamedTuple):
     """The plan of a fit, what was searched, and where the plan comes from.
 
     `planning` is None without a search, and on ranks but 0. `planned_by` is ``"search"``,
@@ -115,8 +115,8 @@ class PlanDecision:
     """
 
     plan: ParallelPlan
-    planning: Planning | None = None
     planned_by: str = "given"
+    planning: Planning | None = None
     messages: tuple[tuple[int, str], ...] = ()
 
 
@@ -127,6 +127,19 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     are optimizers. What cannot be planned runs as ``ddp`` does, with a warning, unless it
     `must_be_planned`.
     """
+    if request.needs_batch and trainer.lightning_module.automatic_optimization:
+        trainer.fit_loop.setup_data()  # draws as it does under ddp
+    # Planning draws random numbers, and training goes on as if it had not.
+    with isolate_rng():
+        decision = _decide(request, trainer)
+    # Give back what planning has used, before memory is measured.
+    if request.saves_memory or decision.plan.saves_memory:
+        release_free_memory()
+        return_freed_memory(trainer.strategy.root_device)
+    return decision
+
+
+def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     # What can be said without a look at the step.
     module, world_size = trainer.lightning_module, dist.get_world_size()
     plain = uniform_plan(0, data_parallel_size=world_size)
@@ -175,7 +188,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
             f"nothing is lost but what a plan could have saved. The reason: {reason}"
         )
         return PlanDecision(plain, planned_by=f"ddp: {reason}")
-    return replace(decision, plan=_checked_on_every_rank(decision.plan, request, trainer))
+    return decision._replace(plan=_checked_on_every_rank(decision.plan, request, trainer))
 
 
 # ---- a traced step -------------------------------------------------------------------------------
@@ -217,8 +230,8 @@ def _traced(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
             talk.kill()
     decision = PlanDecision(
         ParallelPlan.from_dict(said),
-        None if made is None else made.planning,
         "search" if request.plan is None else "given",
+        None if made is None else made.planning,
     )
     if decision.planning is not None or isinstance(request.plan, MeshPlan | PipelinePlan):
         rank_zero_info(f"topt: {decision.plan.summary()}. {decision.plan.reason}".strip())
@@ -246,7 +259,7 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
         plan = replace(plan, reason=f"{plan.reason} {_EAGER}".strip())
         if planning is not None:
             planning = replace(planning, chosen=replace(planning.chosen, plan=plan))
-    return PlanDecision(plan, planning, messages=tuple(messages))
+    return PlanDecision(plan, planning=planning, messages=tuple(messages))
 
 
 def _of_blocks(

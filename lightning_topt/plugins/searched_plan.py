@@ -37,7 +37,7 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.pipeline.stage_layout import StepFlows, written_buffers
 from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.capture import capture, observe_step
+from lightning_topt.graph.capture import call_training_step, capture, loss_of, observe_step
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, StepError, may_need_values, one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.module_copy import fake_copy
@@ -66,7 +66,6 @@ from lightning_topt.plan.plan_search import (
     search_own_batches,
     search_plans,
 )
-from lightning_topt.plugins.group_steps import why_not_with_buffer
 from lightning_topt.plugins.plan_options import MeshPlan
 from lightning_topt.plugins.plan_request import (
     PlanRequest,
@@ -84,7 +83,6 @@ from lightning_topt.plugins.requirements import (
     noted_reads,
     why_not,
 )
-from lightning_topt.plugins.stage_steps import loss_of, takes_index
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_steps import least_seconds, tensor_sizes
@@ -476,13 +474,11 @@ def _add_stages(
 def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | None:
     """Return why the step cannot run in the stages of `plan`, as a clause."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
-    # One traced step, cut into the stages.
-    indices = (0,) if takes_index(module) else ()
 
+    # One traced step, cut into the stages.
     def step(model: nn.Module, microbatch: Any) -> Tensor:
         with trainer.precision_plugin.train_step_context():
-            loss = loss_of(model.training_step(microbatch[0], *indices))  # type: ignore[operator]
-        return torch.zeros(()) if loss is None else loss
+            return loss_of(call_training_step(model, microbatch[0]))
 
     stages = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
     try:
@@ -497,7 +493,10 @@ def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | No
             "depend"
         )
     if written := written_buffers(flow.flow, flow.stage_of_call):
-        return why_not_with_buffer(min(written))
+        return (
+            f"training steps change the buffer {min(written)!r}, of which ddp keeps what rank 0's "
+            "batches make"
+        )
     return None
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_topt.execution.pipeline.stage_gradients import GradientExchange
+from lightning_topt.execution.pipeline.pipeline_run import GradientExchange
 from tests.launch import run_ranks
 
 # The ranks on which parameter "late" gets a gradient, in each step; "used" gets one in all of them,

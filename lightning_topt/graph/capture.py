@@ -9,7 +9,7 @@ How it goes:
 3. `find_repeatable` calls modules a second time, to learn which may be recomputed.
 4. `choose_blocks` cuts the graph into the modules that a plan decides about.
 
-`topt plan` calls it in `cli.example_step`, a fit in `plugins.searched_plan`: in a process that is
+`topt plan` calls it in `cli.example_step`, a fit in `plugins.planning`: in a process that is
 thrown away, since nothing that user code leaves behind is put back.
 `techniques.tensor_parallel.split_model` captures the step on slices. The graph goes to
 `costs.training_step`, which prices it, in a `SearchRequest`.

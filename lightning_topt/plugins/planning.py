@@ -5,22 +5,23 @@
     manual optimization      a plan that is given and keeps gradients whole: ddp, zero1
     a complete plan          checked, and run as it is
     a plan by name           for the blocks of the traced step, where these matter
-    a mesh, stages           searched on that mesh (`search_mesh`, `_search_stages`)
+    a mesh, stages           searched on that mesh (`search_mesh`, `search_stages`)
     anything else            all plans are searched (`search_all`)
 
-The step is traced, and plans are searched, in a copy of rank 0's process (`ForkedTalk`). There user
-code may do what it likes. The copy asks for what all ranks have to measure (`_answer`). On
-accelerators, whose work no copy can do, the same runs in rank 0's process.
+The step is traced (`trace_step`), and plans are searched, in a copy of rank 0's process
+(`ForkedTalk`). There user code may do what it likes. The copy asks for what all ranks have to
+measure (`_answer`). On accelerators, whose work no copy can do, the same runs in rank 0's process.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -43,23 +44,25 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.measuring import on_every_rank, on_rank_0
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
 from lightning_topt.execution.memory import release_free_memory, return_freed_memory
-from lightning_topt.graph.blocks import block_of, choose_blocks
-from lightning_topt.graph.errors import CaptureError, one_line, with_user_lines
+from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.capture import capture, observe_step
+from lightning_topt.graph.errors import (
+    WAY_OUT,
+    CaptureError,
+    StepError,
+    may_need_values,
+    one_line,
+    with_user_lines,
+)
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import (
-    BlockPlan,
     ParallelPlan,
     PlanError,
-    StagePlan,
     preset_plan,
     uniform_plan,
 )
-from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
-from lightning_topt.plan.plan_frontier import PlanPoint
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plugins.microbatches import count_samples, split_batch
 from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.plan_request import (
@@ -67,7 +70,6 @@ from lightning_topt.plugins.plan_request import (
     PlanRequest,
     check_exchange_of_run,
     check_flight,
-    rule_for,
     with_rule,
 )
 from lightning_topt.plugins.requirements import (
@@ -79,6 +81,7 @@ from lightning_topt.plugins.requirements import (
     STAGES,
     Fit,
     is_compiled,
+    noted_reads,
     why_not,
 )
 from lightning_topt.plugins.searched_plan import (
@@ -87,16 +90,14 @@ from lightning_topt.plugins.searched_plan import (
     Planning,
     Questions,
     RankCosts,
-    TracedStep,
-    choose_for,
     make_fake_optimizers,
     say_what_stays,
     search_all,
     search_mesh,
-    search_request,
-    with_slices,
+    search_stages,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _NOTHING_FITS = f"{NoPlanFitsError.__name__}: "
 _EAGER = "Predicted as eager: the module is compiled, and what runs inside is not seen."
@@ -174,7 +175,8 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
         if isinstance(given, UniformPlan):
             preset = preset_plan(given.preset, mesh=mesh)
-            on_every_rank(partial(_check_features, preset, request, trainer))
+            fit = Fit(trainer, only_replicated=request.only_replicated)
+            on_every_rank(partial(_check_features, preset, request, fit))
     try:
         decision = _traced(request, trainer)
     except Exception as error:
@@ -246,12 +248,14 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
             mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
             plan = _of_blocks(given, mesh, request, trainer, batch)
         elif isinstance(given, PipelinePlan):
-            plan = yield from _search_stages(request, trainer, batch, given)
+            plan = yield from _of_stages(given, request, trainer, batch)
         else:
+            splits = given is not None or not request.keeps_parameters_whole
+            step = trace_step(request, trainer, batch, splits=splits)
             planning = yield from (
-                search_mesh(request, trainer, batch, given)
+                search_mesh(request, step, given)
                 if isinstance(given, MeshPlan)
-                else search_all(request, trainer, batch)
+                else search_all(request, step)
             )
             plan = planning.chosen.plan.gathering(planning.graph)
     # The prediction for a compiled module is of eager code.
@@ -267,7 +271,7 @@ def _of_blocks(
 ) -> ParallelPlan:
     # A plan by name for the blocks of the step, or for one block where none are seen
     try:
-        step = TracedStep.of(trainer, batch, splits=False)
+        step = trace_step(request, trainer, batch)
     except CaptureError as error:
         if given.recompute:
             raise CaptureError(
@@ -278,11 +282,125 @@ def _of_blocks(
             f"{one_line(error)}"
         )
         return preset_plan(given.preset, mesh=mesh)
-    plan = given.of(step.graph, mesh)
-    _check_features(plan, request, trainer, step)
+    plan = given.of(step.traced, mesh)
+    _check_features(plan, request, step)
     if given.recompute:
-        say_what_stays(step.graph)
+        say_what_stays(step.traced)
     return plan
+
+
+def _of_stages(
+    given: PipelinePlan, request: PlanRequest, trainer: pl.Trainer, batch: Any
+) -> Questions[ParallelPlan]:
+    # A plan with stages, for a microbatch of `batch`. Raises PlanError, NoPlanFitsError
+    fit = Fit(trainer, only_replicated=request.only_replicated)
+    kinds = (STAGES, CONTINUOUS) if given.schedule in CONTINUOUS_SCHEDULES else (STAGES,)
+    if reason := why_not(fit, *kinds):
+        raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
+    # The batch that one pass of a stage has.
+    mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
+    part, count = microbatch_of(batch, given, mesh)
+    # Batches of fewer samples have fewer microbatches.
+    samples = count_samples(batch)
+    if samples < count:
+        rank_zero_warn(
+            f"topt: {count} microbatches were asked for, and the first batch of a rank has "
+            f"{samples} sample(s): batches run in as many microbatches as they have samples"
+        )
+    # For other numbers of microbatches the graph has to know other batch sizes.
+    scales = given.sizes is not None and given.microbatches is None and samples > 1
+    # With tensor axes, the step's torch functions say how it can be split.
+    splits = bool(mesh.tensor_axes)
+    step = trace_step(request, trainer, part, splits=splits, scales=scales)
+    plan = yield from search_stages(request, step, given, samples=samples, count=count)
+    _check_features(plan, request, step)
+    return plan
+
+
+def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:
+    """Return the first microbatch of `batch`, and how many a batch is to have.
+
+    Raises ValueError as `split_batch`.
+    """
+    if given.schedule in CONTINUOUS_SCHEDULES:
+        return batch, 1
+    count = given.microbatches or choose_microbatches(count_samples(batch), mesh.pipeline_size)
+    return split_batch(batch, count).batches[0], count
+
+
+def choose_microbatches(samples: int, ranks: int) -> int:
+    """Return into how many parts a batch of `samples` is split for `ranks` stages at once.
+
+    A multiple of the ranks, up to four times as many, that divides the batch if there is one.
+    """
+    multiples = [
+        ranks * times for times in range(_MICROBATCHES_PER_RANK, 0, -1) if ranks * times <= samples
+    ]
+    # Even parts have equal shapes, and no stage waits for a larger one.
+    even = [count for count in multiples if samples % count == 0]
+    return (even or multiples or [samples])[0]
+
+
+# ---- the traced step -----------------------------------------------------------------------------
+
+
+def trace_step(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    batch: Any,
+    *,
+    splits: bool = False,
+    scales: bool = False,
+) -> Fit:
+    """Trace the step on fake tensors, or run it once on real ones where it reads values.
+
+    With `splits` the calls are traced too; with `scales` the graph says how the step grows with the
+    batch, where that can be found. Raises what the last attempt did.
+    """
+    trace, alone = FunctionTrace() if splits else None, request.only_replicated
+    try:
+        with noted_reads() as reads:
+            graph = _capture(trainer, batch, trace, scales=scales)
+        return Fit(trainer, batch, graph, alone, frozenset(reads), trace)
+    except Exception as error:
+        # In this process, which is a copy, a real step leaves nothing behind.
+        if not may_need_values(error) or trainer.strategy.root_device.type != "cpu":
+            raise
+        try:
+            with noted_reads() as reads:
+                graph = observe_step(
+                    trainer.lightning_module,
+                    batch,
+                    forward_context=trainer.precision_plugin.forward_context,
+                )
+        except StepError:  # which says more than what fake tensors made of it
+            raise
+        except Exception as failure:
+            why = f"{str(error).removesuffix(WAY_OUT)}Nor did it run on real tensors: {failure}"
+            raise CaptureError(why, needs_values=True) from failure
+        return Fit(trainer, batch, graph, alone, frozenset(reads), why_not_split=str(error))
+
+
+def _capture(
+    trainer: pl.Trainer, batch: Any, trace: FunctionTrace | None, *, scales: bool
+) -> OpGraph:
+    # The graph of this rank's step on fake tensors, whose calls `trace` gets
+    def on(*, scales: bool) -> OpGraph:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")  # all of it comes again in the step itself
+            return capture(
+                trainer.lightning_module,
+                batch,
+                batch_scaling=scales,
+                forward_context=trainer.precision_plugin.forward_context,
+                device=trainer.strategy.root_device.type,
+                adapt=None if trace is None else trace.of,
+            )
+
+    if scales:
+        with suppress(Exception):
+            return on(scales=True)
+    return on(scales=False)
 
 
 def _runs_in_copies(trainer: pl.Trainer) -> bool:
@@ -377,7 +495,8 @@ def _checked_on_every_rank(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer
 ) -> ParallelPlan:
     # The plan, checked, with its rule of weights where it needs one
-    on_every_rank(lambda: _check_features(plan, request, trainer))
+    fit = Fit(trainer, only_replicated=request.only_replicated)
+    on_every_rank(lambda: _check_features(plan, request, fit))
     if plan.schedule not in CONTINUOUS_SCHEDULES:
         return plan
 
@@ -396,10 +515,10 @@ def _as_seen(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> A
     is_checked = plan.schedule is not None or plan.brings_batches
 
     def of_step() -> Any:
-        step = TracedStep.of(trainer, example_batch(trainer), splits=False)
+        step = trace_step(request, trainer, example_batch(trainer))
         if is_checked:
-            _check_features(plan, request, trainer, step)
-        return plan.gathering(step.graph).to_dict()
+            _check_features(plan, request, step)
+        return plan.gathering(step.traced).to_dict()
 
     try:
         return in_copy(trainer, of_step)
@@ -410,12 +529,7 @@ def _as_seen(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> A
         return plan.to_dict()
 
 
-def _check_features(
-    plan: ParallelPlan,
-    request: PlanRequest,
-    trainer: pl.Trainer,
-    step: TracedStep | None = None,
-) -> None:
+def _check_features(plan: ParallelPlan, request: PlanRequest, fit: Fit) -> None:
     # Raise PlanError where something in this fit does not go together with `plan`. That is what can
     # be seen before it runs
     # Which parameters the plan shards, and which it splits.
@@ -427,11 +541,7 @@ def _check_features(
     def would_shard(parameter: str) -> bool:
         return bool(levels[block_of(parameter, levels)]) or parameter in split
 
-    fit = (
-        Fit(trainer, only_replicated=request.only_replicated, would_shard=would_shard)
-        if step is None
-        else step.fit(request, would_shard=would_shard)
-    )
+    fit = replace(fit, would_shard=would_shard)
     stages, shards = plan.schedule is not None, not plan.keeps_gradients_whole
     sharded = (SHARDED, SLICES) if split else (SHARDED,)
     together = "under this plan ranks run the batches of one another"
@@ -472,8 +582,8 @@ def _check_features(
         if applies and (reason := why_not(fit, *kinds)):
             raise PlanError(f"{does}, but {reason}; {way_out}")
     if plan.schedule in CONTINUOUS_SCHEDULES:
-        check_flight(plan, trainer)
-    check_exchange_of_run(plan, trainer, request)
+        check_flight(plan, fit.trainer)
+    check_exchange_of_run(plan, fit.trainer, request)
 
 
 def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
@@ -498,149 +608,6 @@ def _check_manual(given: GivenPlan | None) -> None:
             "cannot be seen in advance: leave out memory_limit, objective, cluster and "
             "allow_compression, or use automatic optimization"
         )
-
-
-# ---- stages --------------------------------------------------------------------------------------
-
-
-def _search_stages(
-    request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan
-) -> Questions[ParallelPlan]:
-    # A plan with stages for the traced microbatch. Raises PlanError where there are fewer blocks
-    # than stages, NoPlanFitsError
-    kinds = (STAGES, CONTINUOUS) if given.schedule in CONTINUOUS_SCHEDULES else (STAGES,)
-    if reason := why_not(Fit(trainer, only_replicated=request.only_replicated), *kinds):
-        raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
-    # The mesh, and the batch that one pass of a stage has.
-    mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
-    part, count = microbatch_of(batch, given, mesh)
-    # Batches of fewer samples have fewer microbatches.
-    samples = count_samples(batch)
-    if samples < count:
-        rank_zero_warn(
-            f"topt: {count} microbatches were asked for, and the first batch of a rank has "
-            f"{samples} sample(s): batches run in as many microbatches as they have samples"
-        )
-    # For other numbers of microbatches the graph has to know other batch sizes.
-    scales = given.sizes is not None and given.microbatches is None and samples > 1
-    # With tensor axes, the step's torch functions say how it can be split.
-    step = TracedStep.of(trainer, part, splits=bool(mesh.tensor_axes), scales=scales)
-    graph = with_blocks_for(step.graph, given, mesh)
-    _check_blocks(graph, mesh.pipeline_size * given.per_rank)
-    # What to search: for any number of microbatches that divides the batch, where that is free.
-    search = yield from search_request(request, trainer, graph)
-    is_free = graph.batch_scaling and given.microbatches is None
-    exchange = given.gradient_exchange
-    search = replace(
-        search,
-        global_batch_size=(samples if is_free else graph.batch_size * count)
-        * mesh.data_parallel_size,
-        pipelines=PipelineRequest(
-            given.stages if given.sizes is not None else mesh.pipeline_size * given.per_rank,
-            given.schedule,
-            None if is_free else count,
-            ranks=mesh.pipeline_size,
-            tensor=mesh.ranks_along(mesh.tensor_axes),
-            by_exchange=exchange is not None,
-        ),
-        exchanges=() if exchange is None else (exchange,),
-        stale=_stale_weights(request, trainer, given),
-    )
-    if mesh.tensor_axes:
-        search = replace(search, split=replace(step, graph=graph).split())
-        search = yield from with_slices(request, search)
-    # The choice; limits are for plans that recompute, where that was asked for.
-    frontier = search_plans(search)
-    if given.recompute:
-        again = [_recomputed(point, search) for point in frontier.candidates]
-        frontier = replace(frontier, points=tuple(again), uniform=())
-        say_what_stays(graph)
-    plan = choose_for(request, frontier, search, trainer).plan.gathering(graph)
-    _check_features(plan, request, trainer, step)
-    return plan
-
-
-def _check_blocks(graph: OpGraph, stages: int) -> None:
-    # In the order of their first operator.
-    names = [*dict.fromkeys(op.block for op in graph.ops if op.block)]
-    if len(names) < stages:
-        raise PlanError(
-            f"{graph.model} has {len(names)} block(s) that can be stages of a pipeline "
-            f"({', '.join(names) or 'none'}), and {stages} stages are wanted: choose fewer "
-            "stages, or let the model consist of more submodules that are called one after the "
-            "other"
-        )
-
-
-def _stale_weights(
-    request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
-) -> StaleWeights | None:
-    # What a search for `given` may choose of continuous pipelines
-    if not request.stale.allowed:
-        return None
-    if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
-        return None
-    module, device = trainer.lightning_module, trainer.strategy.root_device
-    (optimizer,), _ = make_fake_optimizers(module, device=device)
-    rule = partial(
-        rule_for,
-        optimizer,
-        given.prediction or request.stale.prediction,
-        accumulate=trainer.accumulate_grad_batches,
-    )
-    rule()  # one that does not know the optimizer is refused before the search
-    return StaleWeights(lambda flight: rule(flight=flight), trainer.accumulate_grad_batches)
-
-
-def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:
-    """Return the first microbatch of `batch`, and how many a batch is to have.
-
-    Raises ValueError as `split_batch`.
-    """
-    if given.schedule in CONTINUOUS_SCHEDULES:
-        return batch, 1
-    count = given.microbatches or choose_microbatches(count_samples(batch), mesh.pipeline_size)
-    return split_batch(batch, count).batches[0], count
-
-
-def _recomputed(point: PlanPoint, search: SearchRequest) -> PlanPoint:
-    # The plan of `point` with all blocks recomputed that can be, and what it takes
-    again = {block.name for block in search.graph.blocks if block.recomputable}
-
-    def with_it(block: BlockPlan) -> BlockPlan:
-        config = replace(block.config, recompute=block.config.recompute or block.block in again)
-        return replace(block, config=config)
-
-    stages = tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in point.plan.stages)
-    priced = price_plan(search, replace(point.plan, stages=stages))
-    predicted = priced.predicted
-    return PlanPoint(predicted.step_seconds, predicted.peak_bytes, point.devices, priced.plan)
-
-
-def with_blocks_for(graph: OpGraph, given: PipelinePlan, mesh: Mesh) -> OpGraph:
-    """Return `graph` with blocks enough for the stages.
-
-    They are smaller modules where too few are of the size worth a decision.
-    """
-    count = mesh.pipeline_size * given.per_rank
-    if len(graph.blocks) > count:
-        return graph
-    # Two blocks per stage at least, so that cuts can balance.
-    finer = choose_blocks(graph, min_parameter_share=0.0, min_kept_share=0.0, max_share=0.5 / count)
-    return graph.with_blocks(finer) if len(finer) > len(graph.blocks) else graph
-
-
-def choose_microbatches(samples: int, ranks: int) -> int:
-    """Return into how many parts a batch of `samples` is split for `ranks` stages at once.
-
-    A multiple of the ranks, up to four times as many, that divides the batch if there is one.
-    """
-    multiples = [
-        ranks * times for times in range(_MICROBATCHES_PER_RANK, 0, -1) if ranks * times <= samples
-    ]
-    # Even parts have equal shapes, and no stage waits for a larger one.
-    even = [count for count in multiples if samples % count == 0]
-    return (even or multiples or [samples])[0]
 
 
 # ---- example batches -----------------------------------------------------------------------------

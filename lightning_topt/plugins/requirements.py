@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -48,6 +48,9 @@ from lightning_topt.graph.kernels import NAMESPACES
 from lightning_topt.graph.module_copy import silence
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
+
+if TYPE_CHECKING:
+    from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 SHARDED, STAGES, OWN_BATCHES = "sharded", "stages", "own batches"
 SLICES, SEQUENTIAL, CONTINUOUS, SEARCHED_STAGES = (
@@ -119,10 +122,13 @@ class Fit:
 
     Args:
         trainer: whose fit it is.
-        batch: of a step, where it is known.
+        batch: of a step, where one was traced (`planning.trace_step`).
         graph: of that step.
-        reads: what the step reads of its rank and of the fit, see `noted_reads`.
         only_replicated: see `PlanRequest`.
+        reads: what the step reads of its rank and of the fit, see `noted_reads`.
+        trace: the calls that tell how the step can be split. None where a step that reads values
+            ran on real tensors; `why_not_split` says where it reads them.
+        why_not_split: see `trace`.
         would_shard: whether the parameter of that name would be sharded; others may be as they are.
     """
 
@@ -131,12 +137,20 @@ class Fit:
     graph: OpGraph | None = None
     only_replicated: bool = False
     reads: frozenset[str] = frozenset()
+    trace: FunctionTrace | None = None
+    why_not_split: str = ""
     would_shard: Callable[[str], bool] = lambda _: True
 
     @property
     def module(self) -> pl.LightningModule:
         """The module that is trained."""
         return self.trainer.lightning_module
+
+    @property
+    def traced(self) -> OpGraph:
+        """The graph of the step, which was traced."""
+        assert self.graph is not None
+        return self.graph
 
     def callback(self, *kinds: type) -> str | None:
         """Return the class of a callback of these kinds."""

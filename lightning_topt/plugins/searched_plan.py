@@ -1,9 +1,10 @@
-"""Searches for the plan of a fit: what they need, on a given mesh, and of all plans.
+"""Searches for the plan of a fit, whose step was traced (`planning.trace_step`).
 
 They run in a copy of rank 0's process on CPUs, where user code leaves nothing behind (`planning`).
 What all ranks have to measure is asked of them (`NeedsCosts`, `NeedsKernels`).
 
     search_mesh   on a given mesh
+    search_stages so many stages, or those of a given mesh
     search_all    every rank has its own batch; the second and third only where they may beat what
                   was found before:
       data axes     every ZeRO level and recomputation per block (`plan.plan_search`)
@@ -16,11 +17,9 @@ The last two need a step that is traced on fake tensors, and that other ranks ma
 
 from __future__ import annotations
 
-import contextlib
-import io
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -36,10 +35,10 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.pipeline.stage_layout import StepFlows, written_buffers
-from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.capture import call_training_step, capture, loss_of, observe_step
-from lightning_topt.graph.errors import WAY_OUT, CaptureError, StepError, may_need_values, one_line
-from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.blocks import choose_blocks, why_not_recomputed
+from lightning_topt.graph.capture import call_training_step, loss_of
+from lightning_topt.graph.errors import one_line
+from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan import step_factors
@@ -51,7 +50,9 @@ from lightning_topt.plan.choose import (
     errors_of,
     fitting_points,
 )
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.explanation import price_plan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
+from lightning_topt.plan.pipeline_search import PipelineRequest, StaleWeights
 from lightning_topt.plan.plan_frontier import (
     ModelFacts,
     PlanFrontier,
@@ -66,24 +67,24 @@ from lightning_topt.plan.plan_search import (
     search_own_batches,
     search_plans,
 )
-from lightning_topt.plugins.plan_options import MeshPlan
+from lightning_topt.plugins.plan_options import MeshPlan, PipelinePlan
 from lightning_topt.plugins.plan_request import (
     PlanRequest,
+    rule_for,
     step_table_of,
     steps_of_fit,
     ways_of_run,
 )
 from lightning_topt.plugins.requirements import (
+    CONTINUOUS,
     OWN_BATCHES,
     SEARCHED_STAGES,
     SEQUENTIAL,
     SHARDED,
     SLICES,
     Fit,
-    noted_reads,
     why_not,
 )
-from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_steps import least_seconds, tensor_sizes
 
@@ -132,97 +133,6 @@ class RankCosts:
 Questions = Generator[NeedsCosts | NeedsKernels, Any, T]
 
 
-# ---- the traced step -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """The step of `trainer` on `batch`: its graph, and the calls that tell how it can be split.
-
-    `trace` is None where a step that reads values ran on real tensors; `why_not_split` says where
-    it reads them. `reads`: see `noted_reads`.
-    """
-
-    trainer: pl.Trainer
-    batch: Any
-    graph: OpGraph
-    trace: FunctionTrace | None = None
-    reads: frozenset[str] = frozenset()
-    why_not_split: str = ""
-
-    @classmethod
-    def of(
-        cls, trainer: pl.Trainer, batch: Any, *, splits: bool = True, scales: bool = False
-    ) -> TracedStep:
-        """Trace the step on fake tensors, or run it once on real ones where it reads values.
-
-        With `splits` the calls are traced too; with `scales` the graph says how the step grows with
-        the batch, where that can be found. Raises what the last attempt did.
-        """
-        trace = FunctionTrace() if splits else None
-        try:
-            with noted_reads() as reads:
-                graph = _capture(trainer, batch, trace, scales=scales)
-            return cls(trainer, batch, graph, trace, frozenset(reads))
-        except Exception as error:
-            # In this process, which is a copy, a real step leaves nothing behind.
-            if not may_need_values(error) or trainer.strategy.root_device.type != "cpu":
-                raise
-            try:
-                with noted_reads() as reads:
-                    graph = observe_step(
-                        trainer.lightning_module,
-                        batch,
-                        forward_context=trainer.precision_plugin.forward_context,
-                    )
-            except StepError:  # which says more than what fake tensors made of it
-                raise
-            except Exception as failure:
-                why = f"{str(error).removesuffix(WAY_OUT)}Nor did it run on real tensors: {failure}"
-                raise CaptureError(why, needs_values=True) from failure
-            return cls(trainer, batch, graph, None, frozenset(reads), why_not_split=str(error))
-
-    def fit(self, request: PlanRequest, **more: Any) -> Fit:
-        """Return the fit of this step, as requirements look at it."""
-        alone = request.only_replicated
-        return Fit(self.trainer, self.batch, self.graph, alone, self.reads, **more)
-
-    def split(self) -> SplitModel:
-        """Return what splits the step over tensor axes. Raises PlanError where it cannot be."""
-        if self.trace is None:
-            raise PlanError(self.why_not_split)
-        return SplitModel(
-            self.trainer.lightning_module,
-            self.batch,
-            self.graph,
-            self.trace,
-            forward_context=self.trainer.precision_plugin.forward_context,
-            device=self.trainer.strategy.root_device.type,
-        )
-
-
-def _capture(
-    trainer: pl.Trainer, batch: Any, trace: FunctionTrace | None, *, scales: bool
-) -> OpGraph:
-    # The graph of this rank's step on fake tensors, whose calls `trace` gets
-    def on(*, scales: bool) -> OpGraph:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")  # all of it comes again in the step itself
-            return capture(
-                trainer.lightning_module,
-                batch,
-                batch_scaling=scales,
-                forward_context=trainer.precision_plugin.forward_context,
-                device=trainer.strategy.root_device.type,
-                adapt=None if trace is None else trace.of,
-            )
-
-    if scales:
-        with contextlib.suppress(Exception):
-            return on(scales=True)
-    return on(scales=False)
-
-
 # ---- what is searched ----------------------------------------------------------------------------
 
 
@@ -244,21 +154,19 @@ def make_fake_optimizers(
     return optimizers, [*copied.named_parameters(), *module.named_parameters()]
 
 
-def search_request(
-    request: PlanRequest, trainer: pl.Trainer, graph: OpGraph
-) -> Questions[SearchRequest]:
+def search_request(request: PlanRequest, step: Fit) -> Questions[SearchRequest]:
     """Return what to search on data axes, where every rank has a batch like the traced one.
 
     Ranks are asked for what they measure.
     """
-    device, ranks = trainer.strategy.root_device, dist.get_world_size()
+    trainer, graph, ranks = step.trainer, step.traced, dist.get_world_size()
+    device = trainer.strategy.root_device
     # The optimizer, and what ranks have measured or were given.
     optimizers, named = make_fake_optimizers(trainer.lightning_module, device=device)
     optimizer = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
     costs: RankCosts = yield NeedsCosts(graph)
     optimizer = replace(optimizer, seconds_per_element=costs.update_seconds)
     # What plans may do.
-    fit = Fit(trainer, graph=graph, only_replicated=request.only_replicated)
     exchanges, local_steps = ways_of_run(request, trainer, optimizer, ranks=ranks)
     return SearchRequest(
         graph,
@@ -266,7 +174,7 @@ def search_request(
         optimizer,
         device_counts=(ranks,),
         global_batch_size=graph.batch_size * ranks,
-        shards=not request.keeps_parameters_whole and why_not(fit, SHARDED) is None,
+        shards=not request.keeps_parameters_whole and why_not(step, SHARDED) is None,
         exchanges=exchanges,
         local_steps=local_steps,
         kernel_seconds=costs.kernel_seconds,
@@ -284,6 +192,20 @@ def with_slices(request: PlanRequest, search: SearchRequest) -> Questions[Search
     return replace(search, kernel_seconds={**search.kernel_seconds, **kernels})
 
 
+def split_of(step: Fit) -> SplitModel:
+    """Return what splits a traced step over tensor axes. Raises PlanError where it cannot be."""
+    if step.trace is None:
+        raise PlanError(step.why_not_split)
+    return SplitModel(
+        step.module,
+        step.batch,
+        step.traced,
+        step.trace,
+        forward_context=step.trainer.precision_plugin.forward_context,
+        device=step.trainer.strategy.root_device.type,
+    )
+
+
 def say_what_stays(graph: OpGraph) -> None:
     """Warn where some blocks of a plan that was asked to recompute cannot."""
     if reason := why_not_recomputed(graph):
@@ -293,28 +215,24 @@ def say_what_stays(graph: OpGraph) -> None:
 # ---- on a given mesh -----------------------------------------------------------------------------
 
 
-def search_mesh(
-    request: PlanRequest, trainer: pl.Trainer, batch: Any, given: MeshPlan
-) -> Questions[Planning]:
+def search_mesh(request: PlanRequest, step: Fit, given: MeshPlan) -> Questions[Planning]:
     """Return what was found on a given mesh."""
-    # The step, and how it can be split.
+    trainer, graph = step.trainer, step.traced
     mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
-    step = TracedStep.of(trainer, batch)
-    graph = step.graph
-    reason = why_not(step.fit(request), *((SHARDED, SLICES) if mesh.tensor_axes else (SHARDED,)))
+    reason = why_not(step, *((SHARDED, SLICES) if mesh.tensor_axes else (SHARDED,)))
     if reason is not None and mesh.tensor_axes:
         raise PlanError(
             f"a mesh with tensor axes splits parameters, but {reason}; choose one without"
         )
     # What to search: on this mesh only, without compression.
     search = replace(
-        (yield from search_request(request, trainer, graph)),
+        (yield from search_request(request, step)),
         global_batch_size=graph.batch_size * mesh.data_parallel_size,
         shards=not given.preset and reason is None,
         exchanges=(),
         local_steps=(),
         returns_memory=request.saves_memory or given.recompute,
-        split=step.split(),
+        split=split_of(step),
         mesh=mesh,
         layout=given.preset,
     )
@@ -342,17 +260,121 @@ def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
     )
 
 
+# ---- stages --------------------------------------------------------------------------------------
+
+
+def search_stages(
+    request: PlanRequest, step: Fit, given: PipelinePlan, *, samples: int, count: int
+) -> Questions[ParallelPlan]:
+    """Return a plan with stages for the traced microbatch, one of `count` of `samples`.
+
+    Raises PlanError where there are fewer blocks than stages, NoPlanFitsError.
+    """
+    mesh = given.mesh(dist.get_world_size(), num_nodes=step.trainer.num_nodes)
+    graph = with_blocks_for(step.traced, given, mesh)
+    step = replace(step, graph=graph)
+    _check_blocks(graph, mesh.pipeline_size * given.per_rank)
+    # What to search: for any number of microbatches that divides the batch, where that is free.
+    search = yield from search_request(request, step)
+    is_free = graph.batch_scaling and given.microbatches is None
+    exchange = given.gradient_exchange
+    search = replace(
+        search,
+        global_batch_size=(samples if is_free else graph.batch_size * count)
+        * mesh.data_parallel_size,
+        pipelines=PipelineRequest(
+            given.stages if given.sizes is not None else mesh.pipeline_size * given.per_rank,
+            given.schedule,
+            None if is_free else count,
+            ranks=mesh.pipeline_size,
+            tensor=mesh.ranks_along(mesh.tensor_axes),
+            by_exchange=exchange is not None,
+        ),
+        exchanges=() if exchange is None else (exchange,),
+        stale=_stale_weights(request, step.trainer, given),
+    )
+    if mesh.tensor_axes:
+        search = replace(search, split=split_of(step))
+        search = yield from with_slices(request, search)
+    # The choice; limits are for plans that recompute, where that was asked for.
+    frontier = search_plans(search)
+    if given.recompute:
+        again = [_recomputed(point, search) for point in frontier.candidates]
+        frontier = replace(frontier, points=tuple(again), uniform=())
+        say_what_stays(graph)
+    return choose_for(request, frontier, search, step.trainer).plan.gathering(graph)
+
+
+def _check_blocks(graph: OpGraph, stages: int) -> None:
+    # In the order of their first operator.
+    names = [*dict.fromkeys(op.block for op in graph.ops if op.block)]
+    if len(names) < stages:
+        raise PlanError(
+            f"{graph.model} has {len(names)} block(s) that can be stages of a pipeline "
+            f"({', '.join(names) or 'none'}), and {stages} stages are wanted: choose fewer "
+            "stages, or let the model consist of more submodules that are called one after the "
+            "other"
+        )
+
+
+def _stale_weights(
+    request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
+) -> StaleWeights | None:
+    # What a search for `given` may choose of continuous pipelines
+    if not request.stale.allowed:
+        return None
+    if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
+        return None
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    (optimizer,), _ = make_fake_optimizers(module, device=device)
+    rule = partial(
+        rule_for,
+        optimizer,
+        given.prediction or request.stale.prediction,
+        accumulate=trainer.accumulate_grad_batches,
+    )
+    rule()  # one that does not know the optimizer is refused before the search
+    return StaleWeights(lambda flight: rule(flight=flight), trainer.accumulate_grad_batches)
+
+
+def _recomputed(point: PlanPoint, search: SearchRequest) -> PlanPoint:
+    # The plan of `point` with all blocks recomputed that can be, and what it takes
+    again = {block.name for block in search.graph.blocks if block.recomputable}
+
+    def with_it(block: BlockPlan) -> BlockPlan:
+        config = replace(block.config, recompute=block.config.recompute or block.block in again)
+        return replace(block, config=config)
+
+    stages = tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in point.plan.stages)
+    priced = price_plan(search, replace(point.plan, stages=stages))
+    predicted = priced.predicted
+    return PlanPoint(predicted.step_seconds, predicted.peak_bytes, point.devices, priced.plan)
+
+
+def with_blocks_for(graph: OpGraph, given: PipelinePlan, mesh: Mesh) -> OpGraph:
+    """Return `graph` with blocks enough for the stages.
+
+    They are smaller modules where too few are of the size worth a decision.
+    """
+    count = mesh.pipeline_size * given.per_rank
+    if len(graph.blocks) > count:
+        return graph
+    # Two blocks per stage at least, so that cuts can balance.
+    finer = choose_blocks(graph, min_parameter_share=0.0, min_kept_share=0.0, max_share=0.5 / count)
+    return graph.with_blocks(finer) if len(finer) > len(graph.blocks) else graph
+
+
 # ---- all plans -----------------------------------------------------------------------------------
 
 
-def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions[Planning]:
+def search_all(request: PlanRequest, step: Fit) -> Questions[Planning]:
     """Search on data axes, then on tensor axes and in stages where that may pay.
 
     Returns the frontier of all that was found, with the plan chosen from it. Raises
     NoPlanFitsError, which says what was left out and why.
     """
-    step = TracedStep.of(trainer, batch, splits=not request.keeps_parameters_whole)
-    search = yield from search_request(request, trainer, step.graph)
+    trainer = step.trainer
+    search = yield from search_request(request, step)
     # Data axes: the step as it is.
     frontiers = [search_for(request, search)]
     no_tensor_axes = no_stages = None
@@ -397,7 +419,7 @@ def search_all(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questio
 
 
 def _tensor_request(
-    request: PlanRequest, step: TracedStep, search: SearchRequest, frontiers: Sequence[PlanFrontier]
+    request: PlanRequest, step: Fit, search: SearchRequest, frontiers: Sequence[PlanFrontier]
 ) -> tuple[str | None, SearchRequest | None]:
     # Why no plan with a tensor axis can be chosen, as a clause; or what to search
     trainer, (ranks,) = step.trainer, search.device_counts
@@ -416,11 +438,11 @@ def _tensor_request(
         )
         if min(least_seconds(full, size) for size in sizes) >= limit:
             return _why_computation(request, search), None
-    if reason := why_not(step.fit(request), SHARDED, SEQUENTIAL):
+    if reason := why_not(step, SHARDED, SEQUENTIAL):
         return reason, None
     split = replace(
         search,
-        split=step.split(),
+        split=split_of(step),
         own_batches=True,
         evaluates=trainer.enable_validation,
         layout="tensor",
@@ -435,7 +457,7 @@ def _tensor_request(
 
 
 def _add_stages(
-    request: PlanRequest, step: TracedStep, search: SearchRequest, frontiers: list[PlanFrontier]
+    request: PlanRequest, step: Fit, search: SearchRequest, frontiers: list[PlanFrontier]
 ) -> str | None:
     # Add plans with stages to `frontiers`, or return why there are none, as a clause
     trainer = step.trainer
@@ -446,7 +468,7 @@ def _add_stages(
         return _why_computation(request, search)
     if not by_parameter:
         return "the optimizer does not update each parameter by itself"
-    if reason := why_not(step.fit(request), SEARCHED_STAGES, SHARDED, OWN_BATCHES):
+    if reason := why_not(step, SEARCHED_STAGES, SHARDED, OWN_BATCHES):
         return reason
     # A plan is kept where no other is better in time and memory; or, whatever memory the others
     # take, where it is faster by so much that it is chosen.

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plugins.requirements import OWN_BATCHES, Fit, why_not
-from lightning_topt.plugins.searched_plan import TracedStep
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning import trace_step
+from lightning_topt.plugins.requirements import OWN_BATCHES, why_not
 from tests.models import MLP
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
 
@@ -73,8 +74,7 @@ def test_steps_that_would_differ_on_other_ranks(
     """What a step reads is seen while it is traced."""
     trainer = make_trainer(logger=CSVLogger(tmp_path))
     trainer.strategy.connect(module)
-    step = TracedStep.of(trainer, torch.zeros(4, 16), splits=False)
-    found = why_not(Fit(trainer, step.batch, step.graph, reads=step.reads), OWN_BATCHES)
+    found = why_not(trace_step(PlanRequest(), trainer, torch.zeros(4, 16)), OWN_BATCHES)
     assert found is None if reason is None else reason in (found or "")
 
 

@@ -156,7 +156,8 @@ class Engine:
                 raise PlanError(str(error)) from error
             self._applied.add(Applied(undo=stages.release, no_sync=stages.no_sync))
             parameters = stages.kept_of(parameters)
-        # Techniques, in the order of the registry.
+        # Techniques, in the order of the registry: slices, recomputation, DDP, shared steps, the
+        # exchange of gradients, FSDP2.
         gathers = self.plan.float32_gathers
         model = ParallelModel(
             module=self.module,

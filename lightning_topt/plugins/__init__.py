@@ -8,7 +8,7 @@ A fit under ``"topt"``, from Lightning's hooks down:
       plan_request         what the user asked for
         plan_options       the forms in which plans, meshes and limits are given
       planning             a given plan, or one made of a step that is traced at setup
-      searched_plan        searches on a given mesh, and of all plans
+      searched_plan        searches on a given mesh, in stages, and of all plans
     plan_run               the plan of a fit: decided, applied before optimizers are made, undone;
                            how steps run under it, and the plain way
       pipeline_steps       ... through stages, in microbatches

@@ -3,8 +3,8 @@
 A fit that asks for a plan, in the order of Lightning's hooks:
 
     setup              what was asked is equal on all ranks (`plan_request`)
-    configure_ddp      the plan is decided, of a traced step (`planning`, `searched_plan`), and
-                       applied to the module (`plan_run`, `execution.engine`)
+    configure_ddp      the plan is decided, of a traced step (`planning`), and applied to the
+                       module (`plan_run`, `execution.engine`)
     setup_optimizers   the engine follows the optimizers, made of what the plan left of parameters
     training_step, backward, optimizer_step
                        run as the plan says (`plan_run.StepRunner`)
@@ -53,7 +53,7 @@ from lightning_topt.plugins.plan_request import (
 )
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.shared_updates import Hint, SharedUpdates
-from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
+from lightning_topt.techniques.ddp_wrapper import wrap_in_ddp
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_sgd import OuterSteps
@@ -302,11 +302,7 @@ class AutoParallelStrategy(DataParallelHooks):
             self._run.know(made.plan, made.planned_by, seconds, planning=made.planning)
             self._run.apply(trainer, partial(example_batch, trainer))
             return
-        options, device = run_options(self), self.root_device
-        self.model = ddp = wrap_in_ddp(
-            self.model, device=device, arguments=options.ddp, topology=options.topology
-        )
-        register_hook(ddp, options.hook, options.hook_state)
+        self.model = wrap_in_ddp(self.model, run_options(self), device=self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -23,6 +23,7 @@ It ignores parameters of the same model whose gradients are sharded.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
-from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
+from lightning_topt.techniques.ddp_wrapper import wrap_in_ddp
 from lightning_topt.techniques.technique import (
     Applied,
     BlockSeconds,
@@ -106,8 +107,7 @@ class DataParallel(Technique):
         if model.mesh.data_parallel_size == 1 and model.mesh.tensor_axes:
             return None
         # along the data axes only, if there are others
-        options, ignored = model.options, _names_for_ddp(sharded)
-        arguments = dict(options.ddp)
+        arguments = dict(model.options.ddp)
         if model.data_group is not None:
             arguments["process_group"] = model.data_group
         if model.num_microbatches > 1:
@@ -115,12 +115,10 @@ class DataParallel(Technique):
             arguments |= {"broadcast_buffers": False, "gradient_as_bucket_view": False}
         model.root = wrap_in_ddp(
             model.module,
+            replace(model.options, ddp=arguments),
             device=model.device,
-            arguments=arguments,
-            ignored=ignored,
-            topology=options.topology,
+            ignored=_names_for_ddp(sharded),
         )
-        register_hook(model.root, options.hook, options.hook_state)
         return Applied(no_sync=model.root.no_sync)
 
 

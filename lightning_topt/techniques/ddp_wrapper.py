@@ -8,9 +8,9 @@ there is little to hide, and more calls wait for one another (benchmarks/results
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_topt.communication.exchange_method import averaged_parameters
 from lightning_topt.communication.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_topt.techniques.technique import RunOptions
 
 _BUCKETS = 16
 # torch 2.13 `distributed.py`, `_BucketCapacityConfig`
@@ -53,41 +56,34 @@ def bytes_of_buckets(ddp: DistributedDataParallel) -> int:
 
 def wrap_in_ddp(
     module: nn.Module,
+    options: RunOptions,
     *,
     device: torch.device,
-    arguments: Mapping[str, Any],
     ignored: Collection[str] = (),
-    topology: Topology | None = None,
 ) -> DistributedDataParallel:
     """Return `module` in torch's DDP, without the parameters named `ignored`.
 
     Args:
         module: on `device` already
+        options: of the run, with arguments of DDP; unless these set bucket sizes, those of
+            `bucket_limits` are taken, see [Note: buckets]
         device: where it runs
-        arguments: of DDP; unless they set bucket sizes, those of `bucket_limits` are taken, see
-            [Note: buckets]
         ignored: names of parameters that DDP leaves alone
-        topology: of the run; None: on one node
     """
-    device_ids = None if device.type == "cpu" else [device.index]
+    arguments, device_ids = options.ddp, None if device.type == "cpu" else [device.index]
     if not _BUCKET_ARGUMENTS & set(arguments):
         averaged = averaged_parameters(module, {*names_to_ignore(module), *ignored})
         # DDP says what is wrong with lazy ones.
         nbytes = sum(p.nbytes for p in averaged.values() if not is_lazy(p))
-        limits = bucket_limits(nbytes, topology)
+        limits = bucket_limits(nbytes, options.topology)
         if len(limits) == 1:
             arguments = {**arguments, "bucket_cap_mb": limits[0] / (1 << 20)}
     # the module tells DDP what to ignore, while it is made
     with _ignoring(module, ignored):
-        return DistributedDataParallel(module, device_ids=device_ids, **arguments)
-
-
-def register_hook(
-    ddp: DistributedDataParallel, hook: Callable[..., Any] | None, state: object
-) -> None:
-    """Let the user's communication hook, if there is one, average the gradients of `ddp`."""
-    if hook is not None:
-        ddp.register_comm_hook(state=state, hook=hook)
+        ddp = DistributedDataParallel(module, device_ids=device_ids, **arguments)
+    if options.hook is not None:
+        ddp.register_comm_hook(options.hook_state, options.hook)
+    return ddp
 
 
 @contextmanager

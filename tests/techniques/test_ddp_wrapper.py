@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topt.communication.topology import Topology
 from lightning_topt.techniques.ddp_wrapper import wrap_in_ddp
+from lightning_topt.techniques.technique import RunOptions
 
 MIB = 1 << 20
 TWO_NODES = Topology(2, 1, 0)
@@ -39,8 +40,8 @@ def sent(
 ) -> list[int]:
     """The bytes of the buckets of a step that is not the first."""
     given = {"gradient_as_bucket_view": True, **arguments}
-    cpu = torch.device("cpu")
-    ddp = wrap_in_ddp(module, device=cpu, arguments=given, topology=topology)
+    options = RunOptions(ddp=given, topology=topology)
+    ddp = wrap_in_ddp(module, options, device=torch.device("cpu"))
     sizes: list[int] = []
 
     def note(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -67,7 +67,7 @@ Output = TypeVar("Output")
 
 
 class PlanRun:
-    """Makes the plan of a fit, as `request` says, and runs it on the module of `strategy`.
+    """Runs the plan of a fit, which `request` asked for, on the module of `strategy`.
 
     Without a plan that is DDP alone. Methods are collective calls.
 

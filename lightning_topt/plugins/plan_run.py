@@ -167,10 +167,10 @@ class PlanRun:
         # what applies plans is imported by fits that have one
         from lightning_topt.execution.engine import Engine  # noqa: PLC0415
 
-        plan, strategy, device = self.plan, self._strategy, self._device
-        module = trainer.lightning_module
+        plan, strategy, module = self.plan, self._strategy, trainer.lightning_module
         assert plan is not None
-        engine = Engine(plan, module, device=device, options=run_options(strategy))
+        options, device = run_options(strategy), strategy.root_device
+        engine = Engine(plan, module, device=device, options=options)
         self.last_engine = engine
         runner, example = choose_runner(engine, module, strategy), None
         # Stages have to know what they send.
@@ -214,11 +214,12 @@ class PlanRun:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, StepMonitor) for callback in callbacks):
             return
-        warm_up(self._device)
-        self.memory_meter = MemoryMeter(self._device)
+        device = self._strategy.root_device
+        warm_up(device)
+        self.memory_meter = MemoryMeter(device)
         # On CPUs buckets take no memory before the first backward pass writes to them.
         ddp, buckets = trainer.strategy.model, 0
-        if isinstance(ddp, DistributedDataParallel) and self._device.type != "cpu":
+        if isinstance(ddp, DistributedDataParallel) and device.type != "cpu":
             buckets = bytes_of_buckets(ddp)
         self.memory_meter.mark_base(
             trainer.lightning_module, trainer.strategy.optimizers, other_bytes=buckets
@@ -244,10 +245,6 @@ class PlanRun:
         else:
             return None
         return mesh if mesh.tensor_axes or mesh.pipeline_axes else None
-
-    @property
-    def _device(self) -> Any:
-        return self._strategy.root_device
 
 
 def log_full_values(trainer: pl.Trainer, undo: ExitStack) -> None:

@@ -17,7 +17,7 @@ import pytest
 from _pytest.assertion import rewrite
 
 # The process that gives out the tests imports this too, and has no use for torch.
-from tests.preloaded import load_for_forks, preloaded_python, preloaded_topt
+from tests.preloaded import load_for_forks, preloaded_python, preloaded_topt, trace_once
 
 ROOT = Path(__file__).parents[1]
 # What compiles kernels, in a new checkout while the tests are collected.
@@ -33,6 +33,8 @@ FIRST = (
     *("cli", "plugins", "optim", "data"),
 )
 LAST = ("costs", "communication")
+# Folders whose modules share ranks: new ones would do again what torch does once in each.
+SHARE_RANKS = ("execution", "plugins")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,8 +89,7 @@ def pytest_collection_finish() -> None:
     package = importlib.import_module("lightning_topt")
     for module in pkgutil.walk_packages(package.__path__, "lightning_topt."):
         importlib.import_module(module.name)
-    # before fake tensors, beside which torch 2.14 with CUDA would start threads that forks lack
-    importlib.import_module("torch").zeros((), requires_grad=True).backward()
+    trace_once()
     load_for_forks()
 
 
@@ -127,12 +128,13 @@ def compiled_functions_are_forgotten() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def pools_of_ranks_end_with_their_module() -> Iterator[None]:
-    """See `tests.launch.run_on_pool`; those of a folder whose modules share them end before it."""
-    if "tests.launch" in sys.modules:
+def pools_of_ranks_end_with_their_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """See `tests.launch.run_on_pool`; those of a folder whose modules share them end after it."""
+    stay = request.path.relative_to(ROOT / "tests").parts[0] in SHARE_RANKS
+    if "tests.launch" in sys.modules and not stay:
         sys.modules["tests.launch"].end_pools()
     yield
-    if "tests.launch" in sys.modules:
+    if "tests.launch" in sys.modules and not stay:
         sys.modules["tests.launch"].end_pools()
 
 

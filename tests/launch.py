@@ -227,7 +227,7 @@ def run_on_pool(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90
 ) -> list[Any]:
     """As `run_ranks`, on ranks that are forked once for all calls of a test module (in
-    `tests.plugins`, for those of all modules).
+    `tests.execution` and `tests.plugins`, for those of all modules).
 
     Each call has process groups and environment variables of its own, and random numbers that begin
     alike on all ranks. What it changes in modules stays, and what the test changed since the first

@@ -235,7 +235,20 @@ def import_topt(search_path: tuple[str, ...]) -> None:
         package = importlib.import_module("lightning_topt")
         for module in pkgutil.walk_packages(package.__path__, "lightning_topt."):
             importlib.import_module(module.name)
+    trace_once()
     load_for_forks()
+
+
+def trace_once() -> None:
+    """Fill the tables that the first trace of a process fills, in half a second: plans are made in
+    forked processes.
+    """
+    torch = importlib.import_module("torch")
+    # before fake tensors, beside which torch 2.14 with CUDA would start threads that forks lack
+    torch.zeros((), requires_grad=True).backward()
+    model = importlib.import_module("lightning_topt.demo").ByteGPT(2, 16, 2, 8)
+    capture = importlib.import_module("lightning_topt.graph.capture").capture
+    capture(model, torch.zeros((2, 9), dtype=torch.uint8))
 
 
 @contextlib.contextmanager

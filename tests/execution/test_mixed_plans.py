@@ -19,7 +19,7 @@ from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.plan_values import PRESETS
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 WORLD, STEPS, BATCH, MICROBATCHES = 4, 2, 16, 2
 CPU = torch.device("cpu")
@@ -28,8 +28,6 @@ MESHES = {"flat": data_mesh(WORLD), "hybrid": hybrid_mesh(2, 2)}
 LAYOUTS = {
     "all of them": ("hybrid", "hybrid", "zero3", "hybrid_zero2+", "zero3+", "zero1", "ddp"),
     "loose parameters hybrid": ("hybrid", "ddp", "zero1+", "zero2", "hybrid+", "ddp", "hybrid"),
-    "loose parameters flat": ("hybrid", "zero1", "hybrid", "ddp", "ddp+", "hybrid_zero2", "zero3"),
-    "hybrid alone": ("hybrid", "hybrid+", "hybrid", "hybrid", "hybrid_zero2", "hybrid", "hybrid"),
     "one axis": ("flat", "ddp", "zero1", "zero2+", "zero3", "zero3+", "zero1"),
     "gradients exchanged by a hook": ("hybrid", "hybrid", "ddp", "zero1", "zero3+", "ddp", "ddp"),
     "loose parameters sharded": ("flat", "zero1", "ddp", "zero1", "ddp+", "ddp", "zero2"),
@@ -42,13 +40,11 @@ OPTIMIZERS: dict[str, Any] = {
     ],
     "Adafactor": lambda p: [torch.optim.Adafactor(p, lr=1e-2)],
 }
-# Several optimizers: with blocks on both axes, and beside a hook.
-CASES = [(layout, "fused AdamW") for layout in LAYOUTS if layout != "hybrid alone"] + [
-    (layout, "foreach SGD and RMSprop")
-    for layout in ("all of them", "gradients exchanged by a hook")
-]
+# Several optimizers beside a hook; with blocks on both axes: test_sharded_checkpoint.py.
+HOOK = "gradients exchanged by a hook"
+CASES = [(layout, "fused AdamW") for layout in LAYOUTS if layout != HOOK]
 # Updates of whole parameters, whose shards have owners.
-CASES += [("all of them", "Adafactor")]
+CASES += [(HOOK, "foreach SGD and RMSprop"), ("all of them", "Adafactor")]
 
 
 class Net(nn.Module):
@@ -90,9 +86,7 @@ def plan_of(layout: str) -> ParallelPlan:
         )
         for name, preset in zip([*"abcde", ""], presets, strict=True)
     ]
-    exchange = (
-        TopK(density=1.0, hierarchical=False) if layout == "gradients exchanged by a hook" else None
-    )
+    exchange = TopK(density=1.0, hierarchical=False) if layout == HOOK else None
     return ParallelPlan.of_blocks(blocks, mesh=mesh, gradient_exchange=exchange)
 
 
@@ -190,7 +184,7 @@ def every_layout(rank: int) -> Any:
 
 @pytest.fixture(scope="module")
 def ranks() -> Any:
-    return run_ranks(every_layout, WORLD)
+    return run_on_pool(every_layout, WORLD)
 
 
 def assert_close(actual: Any, expected: Any) -> None:

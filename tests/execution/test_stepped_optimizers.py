@@ -15,7 +15,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 RANKS = 2
 
@@ -82,7 +82,7 @@ def train(rank: int, preset: str | None, wide: bool) -> Any:
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
 def test_states_keep_their_dtype(preset: str, wide: bool) -> None:
     expected, states = train(0, None, wide)
-    results = run_ranks(train, RANKS, preset, wide)
+    results = run_on_pool(train, RANKS, preset, wide)
     for found, _ in results:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     for index, state in states.items():

@@ -16,7 +16,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.plan.plan_values import PRESETS
 from tests.execution.observed_ranks import Seen, observe
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 from tests.models import GPT, batch_for
 
 WIDTH, CONTEXT, SAMPLES, PARTS = 16, 8, 8, 4
@@ -106,7 +106,7 @@ def observe_all(rank: int, plans: list[ParallelPlan], tied: bool) -> list[Seen]:
 
 @pytest.mark.parametrize(("plans", "tied"), [(PLANS, False), (DATA_PLANS, True)])
 def test_real_ranks_hold_what_was_said(plans: list[ParallelPlan], tied: bool) -> None:
-    seen = run_ranks(observe_all, plans[0].mesh.size, plans, tied)
+    seen = run_on_pool(observe_all, plans[0].mesh.size, plans, tied)
     for index, plan in enumerate(plans):
         found = verified(plan, tied=tied)
         assert found.would_run, found.problems

@@ -18,7 +18,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.execution.pipeline.continuous_training import CPU, adam, continuous_plan, sgd
 from tests.execution.pipeline.stage_models import loss_of, make, tokens
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 WORLD = 3
 BATCHES = tokens(40)
@@ -188,7 +188,7 @@ def _resumed(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Facts]:
-    return run_ranks(facts, WORLD, timeout_seconds=240)
+    return run_on_pool(facts, WORLD, timeout_seconds=240)
 
 
 def test_payloads_come_with_their_minibatch(ranks: list[Facts]) -> None:

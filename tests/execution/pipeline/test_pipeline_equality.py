@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.equality import cell, compare
 from benchmarks.pipelines.equality import COMPARISON, MODELS, PLANS, against_one_process, run_plan
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 BY_NAME = {plan.name: plan for plan in PLANS}
 # tests/execution/test_nccl_order.py has others, where works wait as over NCCL
@@ -25,7 +25,7 @@ def parts(rank: int) -> Any:
 
 
 def test_pipelines_are_one_process() -> None:
-    found, wrong = run_ranks(parts, 4)[0]
+    found, wrong = run_on_pool(parts, 4)[0]
     assert len(found) == len(FAST)
     for name, model, value in found:
         text = cell(value)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_topt.execution.pipeline.pipeline_run import GradientExchange
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 # The ranks on which parameter "late" gets a gradient, in each step; "used" gets one in all of them,
 # "never" in none.
@@ -36,7 +36,7 @@ def gradients_of(rank: int) -> list[dict[str, Tensor | None]]:
 
 
 def test_a_parameter_may_get_its_first_gradient_late_and_again_none() -> None:
-    for found in run_ranks(gradients_of, 2):
+    for found in run_on_pool(gradients_of, 2):
         for number, (ranks, gradients) in enumerate(zip(STEPS, found, strict=True)):
             assert gradients["never"] is None and gradients["frozen"] is None
             assert torch.equal(gradients["used"], torch.full((3,), number + 0.5))

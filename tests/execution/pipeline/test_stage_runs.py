@@ -18,7 +18,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.execution.pipeline.stage_models import logits_of, loss_of, make, plan_of, tokens
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 CPU = torch.device("cpu")
 STEPS = 2
@@ -159,22 +159,21 @@ def run_cases(rank: int, cases: Sequence[Case]) -> list[Any]:
 SENT_WHOLE = TopK(density=1.0)
 CASES: dict[str, Case] = {
     "interleaved": Case("skips", plan_of(2, "interleaved", stages=4), evaluates=True),
-    "interleaved_zero_bubble dropout": Case(
-        "dropout", plan_of(2, "interleaved_zero_bubble", stages=4)
+    "dropout, recomputed": Case(
+        "dropout", plan_of(2, "interleaved_zero_bubble", stages=4, recompute=True), evaluates=True
     ),
     "1f1b_overlapped batch norm": Case("normed", plan_of(2, "1f1b_overlapped"), evaluates=True),
-    "complex numbers": Case("shortcut", plan_of(2, "1f1b"), evaluates=True),
-    "one microbatch": Case("plain", plan_of(2, "1f1b"), sizes=(4,)),
+    "complex numbers, one microbatch": Case(
+        "shortcut", plan_of(2, "1f1b"), sizes=(4,), evaluates=True
+    ),
     "accumulated": Case(
         "tied", plan_of(2, "zbv", stages=4), accumulate=2, clip=0.1, evaluates=True
     ),
-    "recomputed": Case("dropout", plan_of(2, "zero_bubble", recompute=True), evaluates=True),
     "frozen": Case(
         "tied", plan_of(2, "1f1b"), frozen=("embed.weight", "positions", "blocks.0.0.weight")
     ),
     "unused": Case("spare", plan_of(2, "gpipe", data=2), evaluates=True),
     "data batch norm": Case("normed", plan_of(2, "1f1b", data=2), sizes=(3, 3, 2)),
-    "data, looped_bfs": Case("tied", plan_of(2, "looped_bfs", stages=4, data=2), accumulate=2),
     "data first, sent whole": Case(
         "skips",
         replace(
@@ -184,10 +183,19 @@ CASES: dict[str, Case] = {
         accumulate=2,
         clip=0.1,
     ),
-    "zero1": Case("tied", plan_of(2, "1f1b", data=2, storage="zero1"), clip=0.1),
-    "tensor 2": Case("tied", plan_of(2, "1f1b", tensor=2), clip=0.1, accumulate=2),
+    "zero1": Case(
+        "tied",
+        plan_of(2, "looped_bfs", stages=4, data=2, storage="zero1"),
+        clip=0.1,
+        accumulate=2,
+    ),
+    # of tied parameters beside a tensor axis: test_stage_states.py
     "tensor 2 handed zero bubble": Case(
-        "handed", plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2), evaluates=True
+        "handed",
+        plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2),
+        clip=0.1,
+        accumulate=2,
+        evaluates=True,
     ),
     "tensor 2 rows zbv, uneven": Case(
         "skips",
@@ -204,7 +212,7 @@ def trained() -> dict[str, list[tuple[Outcome, dict[str, Any]]]]:
     found = {}
     for size in sorted({case.plan.mesh.size for case in CASES.values()}):
         names = [name for name, case in CASES.items() if case.plan.mesh.size == size]
-        ranks = run_ranks(run_cases, size, [CASES[name] for name in names])
+        ranks = run_on_pool(run_cases, size, [CASES[name] for name in names])
         found |= {name: [of_rank[index] for of_rank in ranks] for index, name in enumerate(names)}
     return found
 

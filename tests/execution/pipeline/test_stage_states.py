@@ -24,12 +24,12 @@ from lightning_topt.execution.sharded_checkpoint import (
 )
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 from tests.execution.pipeline.stage_models import logits_of, loss_of, make, plan_of, tokens
-from tests.launch import run_ranks
+from tests.launch import run_on_pool
 
 CPU = torch.device("cpu")
 PLANS: dict[str, ParallelPlan] = {
-    "zbv, data 2": plan_of(2, "zbv", stages=4, data=2, data_first=True),
     "1f1b, data 2, zero1": plan_of(2, "1f1b", data=2, storage="zero1"),
+    "zbv, data 2": plan_of(2, "zbv", stages=4, data=2, data_first=True),
     "1f1b, tensor 2": plan_of(2, "1f1b", tensor=2),
     "zero3": uniform_plan(3, data_parallel_size=4, blocks=["blocks.0", "blocks.1"]),
 }
@@ -68,31 +68,31 @@ def step(engine: Engine, optimizers: list[torch.optim.Optimizer], batch: Tensor,
 
 
 def save_each(rank: int, folder: Path) -> Any:
-    saved, resumed, from_folder = {}, {}, {}
+    """The whole state after a step; after a second one, under each plan, saved in folders too;
+    after a third one from the first of these.
+    """
+    batches = tokens(3)
+    engine, _, optimizers = started(PLANS["zbv, data 2"])
+    step(engine, optimizers, batches[0], rank)
+    whole = copy.deepcopy(engine.state_dict())
+    engine.release()
+    everywhere, resumed, from_folder = shared(whole if rank == 0 else None), {}, {}
     for name, plan in PLANS.items():
         engine, _, optimizers = started(plan)
-        step(engine, optimizers, tokens(2)[0], rank)
+        engine.load(copy.deepcopy(everywhere))
+        step(engine, optimizers, batches[1], rank)
         own = engine.state_dict(full=False)
         save_sharded(folder / name, module=own["module"], optimizers=own["optimizers"], rest={})
-        saved[name] = copy.deepcopy(engine.state_dict())
+        last = resumed[name] = copy.deepcopy(engine.state_dict())
+        if name in FROM_FOLDER:
+            engine.load(stored(folder / "1f1b, data 2, zero1"))
+            step(engine, optimizers, batches[2], rank)
+            last = from_folder[name] = copy.deepcopy(engine.state_dict())
         engine.release()
         if plan.schedule:
             again = engine.state_dict()
-            assert rank or str(again["optimizers"]) == str(saved[name]["optimizers"])
-    whole = shared(saved["zbv, data 2"] if rank == 0 else None)
-    for name, plan in PLANS.items():
-        engine, _, optimizers = started(plan)
-        for found, state in (
-            (resumed, whole),
-            (from_folder, stored(folder / "1f1b, data 2, zero1")),
-        ):
-            if found is from_folder and name not in FROM_FOLDER:
-                continue
-            engine.load(copy.deepcopy(state) if found is resumed else state)
-            step(engine, optimizers, tokens(2)[1], rank)
-            found[name] = copy.deepcopy(engine.state_dict())
-        engine.release()
-    return saved, resumed, from_folder
+            assert rank or str(again["optimizers"]) == str(last["optimizers"])
+    return whole, resumed, from_folder
 
 
 def shared(value: Any) -> Any:
@@ -106,18 +106,18 @@ def stored(path: Path) -> Any:
     return {"module": read["state_dict"], "optimizers": read["optimizer_states"]}
 
 
-def alone() -> tuple[Any, Any]:
-    """States after one and after two steps."""
+def alone() -> list[Any]:
+    """States after each of three steps."""
     model = make("tied")
     optimizers, found = optimizers_of(model), []
-    for batch in tokens(2):
+    for batch in tokens(3):
         loss_of(model, batch).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         state = {"module": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
         found.append(copy.deepcopy(state))
-    return found[0], found[1]
+    return found
 
 
 def close(actual: Any, expected: Any) -> None:
@@ -136,29 +136,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def states(folder: Path) -> Any:
-    return run_ranks(save_each, 4, folder)[0]
+    return run_on_pool(save_each, 4, folder)[0]
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_states_go_on_under_any_plan(name: str, states: Any) -> None:
-    first, second = alone()
+    first, second, third = alone()
     saved, resumed, from_folder = states
-    close(saved[name], first)
+    close(saved, first)
     close(resumed[name], second)
     if name in FROM_FOLDER:
-        close(from_folder[name], second)
+        close(from_folder[name], third)
     model = make("tied", seed=1)
-    model.load_state_dict(saved[name]["module"])
-    for optimizer, of_optimizer in zip(
-        optimizers_of(model), saved[name]["optimizers"], strict=True
-    ):
-        optimizer.load_state_dict(of_optimizer)
+    model.load_state_dict(resumed[name]["module"])
+    for optimizer, state in zip(optimizers_of(model), resumed[name]["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if plan.schedule])
 def test_folders_are_plain_files_in_parts(name: str, states: Any, folder: Path) -> None:
     read = read_sharded_checkpoint(folder / name)
-    close({"module": read["state_dict"], "optimizers": read["optimizer_states"]}, alone()[0])
+    close({"module": read["state_dict"], "optimizers": read["optimizer_states"]}, alone()[1])
 
 
 def mistakes(rank: int) -> list[str]:
@@ -224,7 +222,7 @@ def renamed(plan: ParallelPlan) -> ParallelPlan:
 
 
 def test_what_is_wrong_is_said() -> None:
-    ranks = run_ranks(mistakes, 2)
+    ranks = run_on_pool(mistakes, 2)
     assert ranks[0] == ranks[1]
     unexpected, missing, weights, unknown, sizes, never_called = ranks[0]
     assert "Unexpected key" in unexpected and "Missing key" in missing and "head.weight" in missing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pickle
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def test_type_checkers_see_what_is_imported_at_first_use(name: str) -> None:
     assert seen == {key: f"{name}.{home}" for key, home in package._HOMES.items()}
     assert set(seen) <= set(package.__all__) and set(seen) <= set(dir(package))
     for key in seen:
-        assert getattr(package, key) is not None
-    with pytest.raises(AttributeError, match="no_such_name"):
+        value = getattr(package, key)
+        assert pickle.loads(pickle.dumps(value)) is value
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         _ = package.no_such_name

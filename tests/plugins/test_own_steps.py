@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy, ParallelOptimizerStep
 from lightning_topt.optim.update_rule import UnsplittableOptimizer
+from tests.plugins.test_pipeline_fits import cluster
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, make_trainer, on_ranks
 
 
@@ -103,10 +104,10 @@ def fit(rank: int, kind: str, plan: str | None) -> list[float]:
     torch.manual_seed(0)
     module, strategy = (
         Stepped(kind),
-        "ddp" if plan in ("ddp", "shared") else AutoParallelStrategy(plan=plan),
+        "ddp" if plan in ("ddp", "shared") else AutoParallelStrategy(plan=plan, cluster=cluster(2)),
     )
     callbacks = [ParallelOptimizerStep(always=True)] if plan == "shared" else []
-    make_trainer(strategy, devices=2, limit_train_batches=4, callbacks=callbacks).fit(
+    make_trainer(strategy, devices=2, limit_train_batches=3, callbacks=callbacks).fit(
         module, OwnShare(8)
     )
     return module.losses
@@ -134,7 +135,7 @@ def test_steps_that_are_those_of_ddp(kind: str, plans: tuple[str | None, ...]) -
 
 def refused(rank: int, kind: str, plan: str) -> tuple[bool, str, int]:
     module = Stepped(kind)
-    strategy = "ddp" if plan == "shared" else AutoParallelStrategy(plan=plan)
+    strategy = "ddp" if plan == "shared" else AutoParallelStrategy(plan=plan, cluster=cluster(2))
     callbacks = [ParallelOptimizerStep(always=True)] if plan == "shared" else []
     trainer = make_trainer(strategy, devices=2, callbacks=callbacks)
     with pytest.raises(ValueError) as caught:

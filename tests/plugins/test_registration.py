@@ -74,32 +74,21 @@ def test_every_name_of_ddp_has_its_twins(start: str, unused: str) -> None:
 
 
 def test_the_classes_are_imported_when_they_are_used() -> None:
+    """In a new interpreter, where a stand-in for Lightning is all that an import needs."""
     output = run(
         """
-        import sys, torch
-        assert "lightning_topt" not in sys.modules
-        import lightning.pytorch
-        before = set(sys.modules)
+        import sys, types
+        for name in ("lightning", "lightning.pytorch", "lightning.pytorch.strategies"):
+            module = sys.modules[name] = types.ModuleType(name)
+        module.StrategyRegistry = types.SimpleNamespace(register=lambda *_, **__: None)
+        before, own = set(sys.modules), (*sys.stdlib_module_names, "topt_console")
         import lightning_topt
-        ours = ("lightning_topt", "topt_console")
-        added = {name for name in set(sys.modules) - before if not name.startswith(ours)}
-        print("ADDED", sorted(added), [m for m in sys.modules if m.startswith("lightning_topt.")])
-        from lightning_topt import *
-        assert set(lightning_topt.__all__) <= set(dir())
-        assert set(lightning_topt.__all__) <= set(dir(lightning_topt))
-        import pickle
-        for name in lightning_topt.__all__:
-            value = getattr(lightning_topt, name)
-            assert pickle.loads(pickle.dumps(value)) is value
-        try:
-            lightning_topt.AutoParalelStrategy
-        except AttributeError as error:
-            print("SAYS", error)
+        added = set(sys.modules) - before
+        print("ADDED", sorted(name for name in added if name.partition(".")[0] not in own))
         """
     )
     ours = ("basics", "plugins", "plugins.register")
-    assert f"ADDED [] {[f'lightning_topt.{name}' for name in ours]}" in output
-    assert "SAYS module 'lightning_topt' has no attribute 'AutoParalelStrategy'" in output
+    assert f"ADDED {['lightning_topt', *(f'lightning_topt.{name}' for name in ours)]}" in output
 
 
 @pytest.mark.parametrize("numbers", ["0,1", "0,2"])

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt.graph.op_config import Shard
 from tests.models import Mixture
+from tests.plugins.test_pipeline_fits import cluster
 from tests.plugins.trainer_ranks import (
     Tokens,
     loader,
@@ -124,7 +125,7 @@ def fit(rank: int) -> Any:
     found = {}
     for name, (make, plan) in MODELS.items():
         torch.manual_seed(rank)
-        trainer, module = topt_trainer(plan), make()
+        trainer, module = topt_trainer(plan, options={"cluster": cluster(2)}), make()
         trainer.fit(module, loader(8, length=16))
         placed = {
             n: p

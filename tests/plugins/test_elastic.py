@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_topt import AutoParallelStrategy
-from lightning_topt.plugins.elastic import (
-    MOST_LOSSES_WITHOUT_STEP,
-)
+from lightning_topt.plugins.elastic import MOST_LOSSES_WITHOUT_STEP
 from tests.preloaded import preloaded_topt
 from tests.torchrun_job import Job, check_same, check_same_end, jobs, undisturbed
 
@@ -60,39 +58,37 @@ def test_a_window_that_is_not_full_comes_again(jobs: Any) -> None:
     assert disturbed.losses().keys() == plain.losses().keys()
 
 
-def test_a_loss_in_a_validation_lets_all_of_it_come_again(jobs: Any) -> None:
-    plain = jobs([], validates=True)
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Two ranks that nothing disturbs."""
+    job = Job(tmp_path_factory.mktemp("validated") / "job", [], validates=True)
+    job.run(2)
+    return job
+
+
+def test_a_loss_in_a_validation_lets_all_of_it_come_again(jobs: Any, validated: Job) -> None:
     disturbed = jobs([["kill validate", 6, 1], ["kill validate", 12, 0]], validates=True)
-    for job in (plain, disturbed):
-        job.run(2)
+    disturbed.run(2)
+    check_same(disturbed, validated)
+    for job in (validated, disturbed):
         job.check_samples()
-    check_same(disturbed, plain)
-    for job in (plain, disturbed):
-        validated = Counter(note["validated"] for note in job.notes() if "validated" in note)
-        assert validated == {6: 2, 12: 2}, job.output()
+        counts = Counter(note["validated"] for note in job.notes() if "validated" in note)
+        assert counts == {6: 2, 12: 2}, job.output()
 
 
-def test_sharded_plans_go_on_from_the_last_checkpoint(jobs: Any) -> None:
-    plain, job = (
-        jobs([], plan="zero2", saves=True),
-        jobs([["kill in", 6, 1]], plan="zero2", saves=True),
-    )
-    for each in (plain, job):
-        each.run(2)
+def test_sharded_plans_go_on_from_the_last_checkpoint(jobs: Any, validated: Job) -> None:
+    """The other job is of ``ddp``."""
+    job = jobs([["kill in", 6, 1]], plan="zero2", saves=True)
+    job.run(2)
     assert "it has a part of it" in job.output()
     assert "training begins again from the start" not in job.output()
-    check_same(job, plain)
-    steps = Counter(note["step"] for note in job.notes())
+    check_same(job, validated)
+    steps = Counter(note["step"] for note in job.notes() if "step" in note)
     assert [step for step in steps if steps[step] == 4] == [5]  # saved after step 4
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"checkpoint": "sharded"},
-        {"start_method": "spawn"},
-        {"allow_staleness": True},
-    ],
+    "options", [{"checkpoint": "sharded"}, {"start_method": "spawn"}, {"allow_staleness": True}]
 )
 def test_options_that_cannot_hold_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -84,7 +84,8 @@ def fitted(rank: int, plan: str | None, kind: str, norm: bool) -> Any:
 
 # SWA goes through the data once more for the statistics of a batch norm.
 CASES = [
-    *((kind, "zero3", False) for kind in AVERAGES),
+    *((kind, "zero3", False) for kind in ("ema", "means", "swa")),
+    pytest.param("several at once", "zero3", False, marks=pytest.mark.thorough),
     ("swa", "zero2", True),
 ]
 

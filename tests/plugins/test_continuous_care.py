@@ -38,7 +38,7 @@ class Resumable(DataLoader[Any]):
     """Goes on where it was, in the middle of an epoch."""
 
     def __init__(self) -> None:
-        super().__init__(Points(40), batch_size=4)
+        super().__init__(Points(24), batch_size=4)
         self.first = self.given = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -59,7 +59,7 @@ def goes_on(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     for form, *then in (
         ("full", ("step=4.ckpt", "resumed")),
-        ("sharded", ("step=10.ckpt", "after an epoch")),
+        ("sharded", ("step=6.ckpt", "after an epoch")),
     ):
         for start, name in ((None, "undisturbed"), *then):
             torch.manual_seed(rank)
@@ -92,7 +92,7 @@ def test_a_run_goes_on_from_any_file_as_if_nothing_had_been(tmp_path: Path) -> N
     """
     for found in on_ranks(goes_on, tmp_path):
         expected, steps, epochs = found["full", "undisturbed"]
-        assert steps == 20
+        assert steps == 12
         for (_, name), (state, own_steps, own_epochs) in found.items():
             assert own_steps == steps
             assert name == "undisturbed" or own_epochs == epochs
@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_any_file_as_if_nothing_had_been(tmp_path: Path) -> N
                 assert torch.equal(state[key], value), (name, key)
     saved = torch.load(tmp_path / "full" / "undisturbed" / "step=4.ckpt", weights_only=False)
     plan = ParallelPlan.from_dict(saved["lightning_topt"]["plan"])
-    batches = [(x, y) for x, y in DataLoader(Points(40), batch_size=4)][:4]
+    batches = [(x, y) for x, y in DataLoader(Points(24), batch_size=4)][:4]
     twin = ChainTwin(Net(adamw), plan, batches, optimizer=adamw, clip=0.2, factor=factor).train()
     # the file has the updates of all batches that had come in
     for key, value in twin.state.items():
@@ -283,17 +283,16 @@ def odd(rank: int) -> dict[str, Any]:
     for precision in ("32-true", "bf16-mixed"):
         module = Evaluated(sgd)
         trainer = make_trainer(never(), devices=2, max_epochs=1, precision=precision)
-        trainer.fit(module, points(38), points(8))
+        trainer.fit(module, points(22), points(8))
         found[precision] = state_of(module), module.epochs
-        tested = trainer.test(module, points(8), verbose=False)
-        found[f"{precision} evaluated"] = tested
+        found[f"{precision} evaluated"] = trainer.test(module, points(8), verbose=False)
     strategy = AutoParallelStrategy(plan=BY_HAND, allow_staleness=True)
-    make_trainer(strategy, devices=2, fast_dev_run=3).fit(Net(adamw), points(38), points(8))
+    make_trainer(strategy, devices=2, fast_dev_run=3).fit(Net(adamw), points(22), points(8))
     assert strategy.parallel_plan is not None
     found["by hand"] = strategy.parallel_plan
     spoilt = Spoilt(at=3)
     trainer = make_trainer(never(), devices=2, max_epochs=1, limit_val_batches=0)
-    trainer.fit(spoilt, points(38))
+    trainer.fit(spoilt, points(22))
     found["nan"] = state_of(spoilt), [loss for loss, _ in spoilt.outputs], trainer.global_step
     return found
 
@@ -318,7 +317,7 @@ def test_half_precision_evaluation_and_a_loss_that_is_not_a_number() -> None:
         assert found["by hand"].weight_prediction == default_prediction("AdamW")
         # As in one process: its gradients are not numbers, nor are the weights from then on.
         spoilt, losses, steps = found["nan"]
-        assert steps == 10 and all(
+        assert steps == 6 and all(
             value.isnan().any() for name, value in spoilt.items() if "right" not in name
         )
         assert [index for index, loss in enumerate(losses) if loss == loss] == (

@@ -38,7 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clip by norm": {"gradient_clip_val": 0.1},
     "accumulate, clip by value": {
         "accumulate_grad_batches": 2,
-        "max_epochs": 2,
         "gradient_clip_val": 1e-3,
         "gradient_clip_algorithm": "value",
     },

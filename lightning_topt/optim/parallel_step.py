@@ -463,6 +463,11 @@ MOST_PADDED = 1.25  # bytes of buckets, to those of the pieces in them
 BUCKET_BYTES = 128 << 20  # of all ranks at most: two buckets live at once, on every device
 
 
+def share_bytes(ranks: int) -> int:
+    """Return the most bytes that one of `ranks` owners has in a bucket, but for a larger row."""
+    return min(PACK_BYTES, BUCKET_BYTES // ranks)
+
+
 class PieceGather:
     """Sends the rows of every piece from its owner to the other ranks of `group`.
 
@@ -592,8 +597,8 @@ class PieceGather:
         return rows_of(self.parameters[piece.index], piece).nbytes
 
     def _cut(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        # Yield runs of rows of one owner, together about `PACK_BYTES`, less with many owners
-        most = min(PACK_BYTES, BUCKET_BYTES // self.world_size)
+        # Yield runs of rows of one owner
+        most = share_bytes(self.world_size)
         pack, room = list[Piece](), most
         for piece in filter(self._bytes, pieces):
             start, per_row = piece.start, self._bytes(piece) // (piece.stop - piece.start)

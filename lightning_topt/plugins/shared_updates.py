@@ -167,7 +167,10 @@ class SharedUpdates:
         if self._strategy.world_size > 1:
             how = "share already" if is_shared else f"do not share: {reason}"
             self.clock = PhaseClock(
-                self._strategy.root_device, self._waited, how_updated=f"which ranks {how}"
+                self._strategy.root_device,
+                self._waited,
+                how_updated=f"which ranks {how}",
+                ranks=self._strategy.world_size // self._strategy.num_nodes,
             )
         if is_shared:
             rank_zero_info(f"topt: ranks share the update of optimizers: {reason}")
@@ -213,12 +216,14 @@ class PhaseClock:
             and the memory count.
         waited: returns the seconds that loaders have kept the fit waiting so far.
         how_updated: says whether ranks share the update, as a clause.
+        ranks: of this machine.
     """
 
     def __init__(
-        self, device: torch.device, waited: Callable[[], float], *, how_updated: str
+        self, device: torch.device, waited: Callable[[], float], *, how_updated: str, ranks: int
     ) -> None:
         self._device, self._waited, self._how_updated = device, waited, how_updated
+        self._ranks = ranks
         self._exchange_seconds = self._update_seconds = 0.0
         # of each batch: when it began, what loaders had waited, exchanges and updates had taken
         self._marks: list[tuple[float, float, float, float]] = []
@@ -260,7 +265,7 @@ class PhaseClock:
 
     def hint(self) -> Hint | None:
         """Return what is nearly full, or takes the largest share of a step: a tenth or more."""
-        if (memory := _used_memory_share(self._device)) > FULL_SHARE:
+        if (memory := _used_memory_share(self._device, self._ranks)) > FULL_SHARE:
             text = (
                 f"{memory:.0%} of the device's memory is in use: a memory_limit, such as "
                 "AutoParallelStrategy(memory_limit=...), searches a plan that needs less"
@@ -290,13 +295,13 @@ class PhaseClock:
         return Hint(cause, shares[cause], f"{shares[cause]:.0%} of a step {causes[cause]}")
 
 
-def _used_memory_share(device: torch.device) -> float:
+def _used_memory_share(device: torch.device, ranks: int) -> float:
     # The most of this rank's memory that was in use so far
     if device.type == "cuda":
         used = torch.cuda.max_memory_reserved(device)
     else:
         used = psutil.Process().memory_info().rss
-    return used / device_memory_bytes(device)
+    return used / device_memory_bytes(device, ranks=ranks)
 
 
 # ---- what a shared update needs ------------------------------------------------------------------

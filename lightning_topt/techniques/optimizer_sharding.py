@@ -16,19 +16,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.basics import once_per_object
 from lightning_topt.communication.exchange_method import equal_parameters
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep, temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
-from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.graph.op_graph import Block, OpGraph, Parameter
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import (
     SMALL_BYTES,
     ParallelStep,
     check_can_be_split,
     install_parallel_step,
+    share_bytes,
 )
 from lightning_topt.optim.pieces import Share, assign_pieces, update_work
 from lightning_topt.optim.update_rule import (
@@ -122,8 +124,12 @@ class OptimizerSharding(Technique):
 
     @override
     def result_bytes(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        size = parameter_bytes(parameter)
-        return float(size) if parameter.trainable and size < SMALL_BYTES else 0.0
+        size = float(parameter_bytes(parameter)) if parameter.trainable else 0.0
+        if step.on_gloo:
+            return size if size < SMALL_BYTES else 0.0
+        # its part of the two flat buckets that live at once
+        ranks, trained = step.mesh.data_parallel_size, _trained_bytes(step.graph)
+        return size * min(1.0, 2 * ranks * share_bytes(ranks) / max(trained, 1))
 
     # ---- how it is applied -----------------------------------------------------------------------
 
@@ -143,6 +149,11 @@ class OptimizerSharding(Technique):
         return Applied(
             attach=lambda optimizer: share_step(optimizer, shared, ranks=ranks, group=group),
         )
+
+
+@once_per_object
+def _trained_bytes(graph: OpGraph) -> int:
+    return sum(parameter_bytes(p) for p in graph.parameters if p.trainable)
 
 
 def share_step(

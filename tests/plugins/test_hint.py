@@ -29,12 +29,12 @@ def test_the_largest_share_is_named(monkeypatch, device, phases, memory, cause, 
     wall, core, loaders = Clock(), Clock(), Clock()
     monkeypatch.setattr(shared_updates, "perf_counter", wall.perf_counter)
     monkeypatch.setattr(shared_updates, "thread_time", core.perf_counter)
-    monkeypatch.setattr(shared_updates, "device_memory_bytes", lambda _: 100)
+    monkeypatch.setattr(shared_updates, "device_memory_bytes", lambda _, ranks: 400 // ranks)
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=100 * memory))
     monkeypatch.setattr(shared_updates.psutil, "Process", lambda: process)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 100 * memory)
     for_data, for_gradients, computing, update = phases
-    clock = PhaseClock(torch.device(device), lambda: loaders.now, how_updated="shared")
+    clock = PhaseClock(torch.device(device), lambda: loaders.now, how_updated="shared", ranks=4)
 
     def closure() -> None:
         with clock.backward():

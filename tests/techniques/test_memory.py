@@ -289,6 +289,21 @@ def test_sharded_peak_is_that_of_a_simulated_step(seed):
     assert result.peak_bytes - reserve == pytest.approx(simulated, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("backend", "ranks", "mib"), [("nccl", 2, 32), ("nccl", 32, 80), ("gloo", 2, 0)]
+)
+def test_updated_parameters_arrive_in_two_flat_buckets_on_nccl(backend, ranks, mib):
+    parameters = (
+        Parameter("a", (4 << 20,), "float32", "a"),
+        Parameter("b", (16 << 20,), "float32", ""),
+    )
+    blocks = Block("", 0, False), Block("a", 0, True)
+    known = graph_of("M", 1, (), (), parameters, blocks, (), 0, Amount())
+    costs = costs_of(known, profile_of(known), ranks, backend)
+    sent = sum(costs.temporaries(block.name, OpConfig.zero(1))[2] for block in blocks)
+    assert sent == mib << 20
+
+
 def test_a_block_whose_inputs_need_no_gradient_is_reduced_last():
     """An embedding of the batch: FSDP2 cannot see when its backward is over."""
     parameters = tuple(Parameter(f"{b}.w", (4, 4), "float32", b) for b in "ab")

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_topt.communication.rank_watch import PeerLostError
+from lightning_topt.communication.rank_watch import lost_peers
 from lightning_topt.execution.pipeline.p2p import PendingTransfer, RankLinks, laid_out
 from lightning_topt.execution.pipeline.stage_layout import Crossings, PipelineGroups, StageFlow
 from lightning_topt.execution.pipeline.stage_pass import StagePass
@@ -428,7 +428,8 @@ def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None
     rank is gone.
     """
     group, own = groups.pipeline_group, groups.rank
-    try:
+    of_last = f"of rank {groups.pipeline[source]}, which runs the last stage"
+    with lost_peers(f"rank {dist.get_rank()} lacks losses {of_last}"):
         if own == source:
             others = (rank for rank in range(len(groups.pipeline)) if rank != own)
             works = [group.send([values], rank, 0) for rank in others]
@@ -436,9 +437,3 @@ def share_losses(values: Tensor, groups: PipelineGroups, *, source: int) -> None
             works = [group.recv([values], source, 0)]
         for work in works:
             work.wait()
-    except RuntimeError as error:
-        raise PeerLostError(
-            f"rank {dist.get_rank()} exchanged the losses of the step with rank "
-            f"{groups.pipeline[source]}, which runs the last stage: a rank is gone, stopped or "
-            f"late ({error})"
-        ) from error

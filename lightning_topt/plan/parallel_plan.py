@@ -321,8 +321,6 @@ class ParallelPlan:
         """
         exchange, rule, mesh = self.gradient_exchange, self.weight_prediction, self.mesh
         count, local = self.num_microbatches, self.local_steps
-        gathers = self.float32_gathers
-        gathers = [*gathers] if isinstance(gathers, tuple) else gathers
         # what most plans do not have is left out
         rare = {
             "accumulate": None if self.accumulate == 1 else self.accumulate,
@@ -332,7 +330,7 @@ class ParallelPlan:
             "num_microbatches": None if count == 1 else count,
             "own_batches": self.own_batches or None,
             "gradient_views": self.gradient_views or None,
-            "float32_gathers": None if gathers is False else gathers,
+            "float32_gathers": None if self.float32_gathers is False else self.float32_gathers,
             "prediction": None if rule is None else prediction_to_value(rule),
         }
         plain: dict[str, Any] = {

@@ -178,7 +178,7 @@ def test_what_autocast_rounds_travels_in_16_bits_and_losses_are_those_of_ddp() -
     for found in on_ranks(fits_of_uses):
         losses, *_ = found.pop("ddp")
         for of_plan, values, nbytes in found.values():
-            assert of_plan == losses and values["float32_gathers"] == wide
+            assert of_plan == losses and [*values["float32_gathers"]] == wide
             calls = priced(ParallelPlan.from_dict(values), graph, profile)
             predicted = sum(size for (_, op, _), (_, size) in calls.items() if op == "all_gather")
             assert nbytes == pytest.approx(predicted, rel=0.01)

@@ -316,7 +316,7 @@ class Recorder(TorchDispatchMode):
             if not is_cast:
                 record.read.add(name)
             elif not self.is_backward:  # there it is cast again where a user's code recomputes
-                start = tensor.storage_offset()
+                start = int(tensor.storage_offset())
                 record.casts.setdefault(name, []).append((start, start + tensor.numel()))
             if not self.is_backward:
                 op.parameters[name] = None

@@ -233,12 +233,19 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @property
     def decided(self) -> Mapping[str, Any]:
-        """What was decided, for the process that has started the ranks by fork or spawn."""
-        return self._run.decided
+        """What was decided, for the process that has started the ranks by fork or spawn.
+
+        Plain values: all but what was searched.
+        """
+        run, plan = self._run, self.parallel_plan
+        plain = None if plan is None else plan.to_dict()
+        return {"plan": plain, "planned_by": run.planned_by, "seconds": run.seconds}
 
     @decided.setter
     def decided(self, values: Mapping[str, Any]) -> None:
-        self._run.decided = values
+        run, plan = self._run, values["plan"]
+        run.plan = None if plan is None else ParallelPlan.from_dict(plan)
+        run.planned_by, run.seconds = values["planned_by"], values["seconds"]
 
     @property
     def is_elastic(self) -> bool:

@@ -81,16 +81,6 @@ class ContinuousRunner(StepRunner):
         rule = self.engine.plan.weight_prediction
         return rule.synchronous_updates if isinstance(rule, TwoVersions) else 0
 
-    @property
-    @override
-    def clips(self) -> ContinuousRunner:
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the stage."""
-        return self._steps.device
-
     @override
     def example(self, batch: Any) -> Example:
         """Return a training step on `batch`, for the engine to trace. A collective call."""
@@ -227,14 +217,11 @@ class ContinuousRunner(StepRunner):
             optimizer.step()
         self._updated = True
 
+    @override
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Scale the gradients of the update by their norm over all stages, as far as known."""
         assert self._returned is not None, "gradients are clipped before the update"
         return self._run.clip_norm(self._returned, max_norm, parameters=parameters)
-
-    def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        """Clamp every gradient to [-`clip_value`, `clip_value`]."""
-        self.engine.clip_value(parameters, clip_value)
 
     @override
     def drain(self) -> None:

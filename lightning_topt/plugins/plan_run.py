@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -118,18 +118,6 @@ class PlanRun:
         self.plan, self.planned_by, self.seconds = plan, planned_by, seconds
         self.planning = planning
 
-    @property
-    def decided(self) -> Mapping[str, Any]:
-        """What another process may take over, as plain values: all but what was searched."""
-        plan = None if self.plan is None else self.plan.to_dict()
-        return {"plan": plan, "planned_by": self.planned_by, "seconds": self.seconds}
-
-    @decided.setter
-    def decided(self, values: Mapping[str, Any]) -> None:
-        plan = values["plan"]
-        self.plan = None if plan is None else ParallelPlan.from_dict(plan)
-        self.planned_by, self.seconds = values["planned_by"], values["seconds"]
-
     # ---- a plan begins and ends ------------------------------------------------------------------
 
     @property
@@ -183,7 +171,7 @@ class PlanRun:
             add_monitor(trainer)
         # Clipping has to see the gradients of all ranks.
         if engine.has_shards:
-            self._undo.callback(clip_sharded(strategy.precision_plugin, runner.clips))
+            self._undo.callback(clip_sharded(strategy.precision_plugin, runner))
             log_full_values(trainer, self._undo)
         # Engine and module are there: steps run as the plan says.
         module.to(device)
@@ -413,12 +401,6 @@ class StepRunner(ABC):
     def close(self, *, failed: bool) -> None:  # noqa: B027
         """End to run steps. Where the run has `failed`, other ranks may be anywhere."""
 
-    @property
-    def clips(self) -> Clips:
-        """What clips the gradients of this plan."""
-        assert self.engine is not None
-        return self.engine
-
     # ---- training --------------------------------------------------------------------------------
 
     @abstractmethod
@@ -457,6 +439,11 @@ class StepRunner(ABC):
             closure: forward and backward.
         """
         return step()
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Scale the gradients to a common norm of at most `max_norm`; return the norm before."""
+        assert self.engine is not None
+        return self.engine.clip_norm(parameters, max_norm)
 
     def drain(self) -> None:  # noqa: B027
         """Wait for all that is in flight, before anybody looks at parameters."""
@@ -561,30 +548,18 @@ def evaluating(engine: Engine) -> Generator[None, None, None]:
 # ---- clipping over all ranks ---------------------------------------------------------------------
 
 
-class Clips(Protocol):
-    """What clips gradients over all ranks: an engine, or the steps of a continuous pipeline."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the gradients."""
-
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Any:
-        """Scale the gradients to a common norm of at most `max_norm`."""
-
-    def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        """Clamp every gradient."""
-
-
-def clip_sharded(precision: Precision, engine: Clips) -> Callable[[], None]:
+def clip_sharded(precision: Precision, runner: StepRunner) -> Callable[[], None]:
     """Let `precision` clip, and look for overflows, over all ranks; return what undoes that.
 
     Lightning clips what the rank holds, in ``clip_grad_by_norm`` and ``clip_grad_by_value``.
     These are replaced, so that norms of DTensors, and of a pipeline's stages, are those of all
     ranks together. A plugin of the user's with clipping of its own keeps it.
     """
+    engine = runner.engine
+    assert engine is not None
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        engine.clip_norm(parameters_of(optimizer), clip_val)
+        runner.clip_norm(parameters_of(optimizer), clip_val)
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         engine.clip_value(parameters_of(optimizer), clip_val)

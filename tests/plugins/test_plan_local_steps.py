@@ -111,7 +111,11 @@ def crossed(rank: int, method: LocalMethod, path: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("method", [DILOCO, LOCO], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(DILOCO, marks=pytest.mark.thorough), LOCO],
+    ids=lambda method: method.name,
+)
 def test_plan_and_strategy_go_on_from_each_other(method: LocalMethod, tmp_path: Path) -> None:
     for *crossing, (losses, steps, expected) in on_ranks(
         crossed, method, str(tmp_path / "half.ckpt")

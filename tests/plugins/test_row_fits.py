@@ -49,7 +49,7 @@ def fit(schedule: str, form: str, path: str, *, resumes: bool) -> tuple[Any, Pla
         checkpoint=form,
         prediction="stash" if schedule == "continuous" else None,
     )
-    module, loader = Plain(adamw), DataLoader(Points(48), batch_size=4, shuffle=False)
+    module, loader = Plain(adamw), DataLoader(Points(24), batch_size=4, shuffle=False)
     callbacks = [] if resumes else [Saver(path)]
     trainer = make_trainer(strategy, devices=4, max_epochs=2, callbacks=callbacks)
     trainer.fit(module, loader, ckpt_path=path if resumes else None)

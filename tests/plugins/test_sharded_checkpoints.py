@@ -30,6 +30,7 @@ from tests.plugins.trainer_ranks import (
     loader,
     make_trainer,
     on_ranks,
+    state_of,
     topt_trainer,
 )
 
@@ -82,37 +83,34 @@ def fit(plan: Any, *, path: Path | None = None, options: Any = SHARDED, **kwargs
 
 
 def fit_and_save(plan: Any, folder: Path, **kwargs: Any) -> Any:
-    """Two epochs of four steps, saved after every third: in the middle of each, and once more after
-    the fit.
+    """Two epochs of four steps, saved after six: in the middle of an epoch, and once more after the
+    fit.
     """
     keep = ModelCheckpoint(
-        folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True
+        folder, filename="{step}", every_n_train_steps=6, save_top_k=-1, save_last=True
     )
     trainer, module = fit(plan, callbacks=[keep], enable_checkpointing=True, **kwargs)
     trainer.save_checkpoint(folder / "after.ckpt")
-    return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+    return module.losses, state_of(module)
 
 
 def on_four_ranks(rank: int, folder: Path) -> Any:
-    whole = fit_and_save("zero3", folder / "zero3")
     mixed = fit_and_save(mixed_plan(), folder / "mixed")
     middle = folder / "mixed" / "step=6.ckpt"
     resumed = [fit(plan, path=middle)[1].losses for plan in (mixed_plan(), "zero2")]
-    saved_again = fit_and_save("zero3", folder / "again", path=middle)
-    kinds = [
-        holds_shards(path)
-        for part in ("zero3", "mixed", "again")
-        for path in (folder / part).iterdir()
-    ]
     tested = topt_trainer("zero3").test(ResumableGPT(), loader(4), ckpt_path=middle, verbose=False)[
         0
     ]["test_loss"]
-    return whole, mixed, resumed, saved_again[0], kinds, tested
+    return mixed, resumed, tested
 
 
 def on_two_ranks(rank: int, folder: Path) -> Any:
-    middle = folder / "zero3" / "step=6.ckpt"
-    resumed = [fit(plan, path=middle, options={})[1].losses for plan in ("ddp", "zero3")]
+    middle = folder / "mixed" / "step=6.ckpt"
+    again = fit_and_save("zero3", folder / "again", path=middle)[0]
+    resumed = fit("ddp", path=middle, options={})[1].losses
+    kinds = [
+        holds_shards(path) for part in ("mixed", "again") for path in (folder / part).iterdir()
+    ]
     whole = str(folder / "whole.ckpt")
     if rank == 0:
         torch.save(read_sharded_checkpoint(middle), whole)
@@ -122,7 +120,7 @@ def on_two_ranks(rank: int, folder: Path) -> Any:
     tested = topt_trainer("ddp").test(ResumableGPT(), loader(4), ckpt_path=whole, verbose=False)[0][
         "test_loss"
     ]
-    return [*resumed, module.losses], tested, held_back(folder / "compressed")
+    return [again, resumed, module.losses], kinds, tested, held_back(folder / "compressed")
 
 
 def held_back(folder: Path) -> Any:
@@ -151,22 +149,31 @@ def four(folder: Path) -> Any:
     return on_ranks(on_four_ranks, folder, world_size=4)
 
 
-def test_resumed_in_the_middle_of_an_epoch_as_if_undisturbed(four: Any) -> None:
-    for (losses, state), (mixed, mixed_state), resumed, again, kinds, _ in four:
+@pytest.fixture(scope="module")
+def one() -> Any:
+    """One process."""
+    torch.manual_seed(0)
+    module = ResumableGPT()
+    make_trainer(max_epochs=2).fit(module)
+    return module.losses, state_of(module)
+
+
+def test_resumed_in_the_middle_of_an_epoch_as_if_undisturbed(four: Any, one: Any) -> None:
+    losses, state = one
+    for (mixed, mixed_state), resumed, _ in four:
         assert len(losses) == 8 and mixed == pytest.approx(losses, rel=1e-5)
-        for tail in (*resumed, again):
+        for tail in resumed:
             assert tail == pytest.approx(losses[6:], rel=1e-5)
-        assert len(kinds) == 4 + 4 + 2 and all(kinds)
         for name, value in state.items():
             torch.testing.assert_close(mixed_state[name], value, rtol=1e-4, atol=2e-6)
 
 
-def test_resumed_on_other_ranks_and_as_a_plain_file(four: Any, folder: Path) -> None:
-    (losses, _), *_, tested = four[0]
-    for resumed, tested_whole, (undisturbed, compressed, says) in on_ranks(on_two_ranks, folder):
+def test_resumed_on_other_ranks_and_as_a_plain_file(four: Any, one: Any, folder: Path) -> None:
+    for resumed, kinds, tested, (undisturbed, compressed, says) in on_ranks(on_two_ranks, folder):
         for tail in resumed:
-            assert tail == pytest.approx(losses[6:], rel=1e-5)
-        assert tested_whole == pytest.approx(tested, rel=1e-4)
+            assert tail == pytest.approx(one[0][6:], rel=1e-5)
+        assert len(kinds) == 3 + 2 and all(kinds)
+        assert tested == pytest.approx(four[0][2], rel=1e-4)
         assert compressed == pytest.approx(undisturbed, rel=1e-5)
         assert "takes neither storage_options" in says
     held = read_sharded_checkpoint(folder / "compressed" / "step=6.ckpt")["lightning_topt"][
@@ -176,30 +183,28 @@ def test_resumed_on_other_ranks_and_as_a_plain_file(four: Any, folder: Path) -> 
     assert all(held["ranks"][rank]["residual"]["head.weight"].abs().sum() > 0 for rank in range(2))
 
 
-def over_shards(rank: int, folder: Path, kind: str) -> Any:
+def over_shards(rank: int, folder: Path) -> Any:
     """Go on from a folder of shards, and save a file under its name."""
-    path = folder / f"{kind}.ckpt"
-    trainer = topt_trainer("zero2", options=SHARDED)
-    trainer.fit(RecordingGPT(), loader(32))
-    trainer.save_checkpoint(path)
-    was_folder = holds_shards(path)
-    kinds = {"compressed": CompressedDDPStrategy, "local": LocalStepsStrategy}
-    strategy = kinds.get(kind, AutoParallelStrategy)()
-    trainer = make_trainer(strategy, devices=2, max_epochs=2)
-    module = RecordingGPT()
-    trainer.fit(module, loader(32), ckpt_path=path, weights_only=False)
-    trainer.save_checkpoint(path)
-    left = sorted(each.name for each in folder.iterdir() if each.name != path.name)
-    state = torch.load(path, weights_only=False)["state_dict"]
-    same = all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-    return was_folder, path.is_file(), left, trainer.global_step, same
+    first, found = topt_trainer("zero2", options=SHARDED), []
+    first.fit(RecordingGPT(), loader(32))
+    for kind in (AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy):
+        path = folder / f"{kind.__name__}.ckpt"
+        first.save_checkpoint(path)
+        was_folder = holds_shards(path)
+        trainer, module = make_trainer(kind(), devices=2, max_epochs=2), RecordingGPT()
+        trainer.fit(module, loader(32), ckpt_path=path, weights_only=False)
+        trainer.save_checkpoint(path)
+        left = len([*folder.iterdir()]) - len(found) - 1
+        state = torch.load(path, weights_only=False)["state_dict"]
+        same = all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+        found.append((was_folder, path.is_file(), left, trainer.global_step, same))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["full", "compressed", "local"])
-def test_a_file_replaces_a_folder_of_shards(tmp_path: Path, kind: str) -> None:
+def test_a_file_replaces_a_folder_of_shards(tmp_path: Path) -> None:
     """Lightning would write it into the folder, and the next resume begin at the old steps."""
-    for found in on_ranks(over_shards, tmp_path, kind):
-        assert found == (True, True, [], 2, True)
+    for found in on_ranks(over_shards, tmp_path):
+        assert found == [(True, True, 0, 2, True)] * 3
 
 
 def test_what_was_a_folder_stays_until_the_file_is_whole(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.plugins.test_parallel_optimizer import FREE, forced
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
 
 SETTLED = WARMUP_STEPS + PLAIN_STEPS + TRIAL_STEPS
+SAVED = (2, WARMUP_STEPS + PLAIN_STEPS + 1, SETTLED + 2)  # before sharing, on trial, and settled
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -89,14 +90,15 @@ class Observed(L.LightningModule):
             handle.remove()
 
 
-class SaveEveryStep(L.Callback):
-    """Keeps a checkpoint of each step; `folder` is the same on all ranks."""
+class Saves(L.Callback):
+    """Keeps checkpoints of three steps; `folder` is the same on all ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+        if trainer.global_step in SAVED:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
 def fit(
@@ -161,14 +163,13 @@ def saved_and_resumed(rank: int, folder: Path, accumulated: int) -> None:
             how,
             "Adam",
             "",
-            callbacks=(SaveEveryStep(path),),
+            callbacks=(Saves(path),),
             accumulate_grad_batches=accumulated,
         )
     calls, state, rate = results["ddp"]
     assert results["measured"][0] == calls and results["measured"][2] == rate < 0.01
     torch.testing.assert_close(results["measured"][1], state, rtol=1e-5, atol=1e-6)
-    # before sharing, on trial, and settled
-    for step in (2, WARMUP_STEPS + PLAIN_STEPS + 1, SETTLED + 2):
+    for step in SAVED:
         theirs, ours = (torch.load(paths[how] / f"{step}.ckpt") for how in paths)
         (plain,), (shared,) = theirs["optimizer_states"], ours["optimizer_states"]
         assert plain["param_groups"] == shared["param_groups"]

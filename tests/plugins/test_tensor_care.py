@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.measuring import RemotePlanningError
-from tests.plugins.test_pipeline_fits import pipeline
+from tests.plugins.test_pipeline_fits import cluster, pipeline
 from tests.plugins.test_tensor_fits import plan
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
 
@@ -130,7 +130,8 @@ class Penalty(L.LightningModule):
 
 def penalized(rank: int, given: Any) -> Any:
     torch.manual_seed(0)
-    module, strategy = Penalty(), "ddp" if given is None else AutoParallelStrategy(plan=given)
+    strategy = "ddp" if given is None else AutoParallelStrategy(plan=given, cluster=cluster(2))
+    module = Penalty()
     trainer = make_trainer(strategy, devices=dist.get_world_size())
     trainer.fit(module, loader(4, length=16))
     return module.losses, dict(module.state_dict())
@@ -147,7 +148,9 @@ def test_gradient_penalties_train_on_slices() -> None:
 def contrast(rank: int, given: Any, kind: type[RecordingGPT] = Contrastive) -> Any:
     torch.manual_seed(0)
     module = kind(heads=2)
-    trainer = topt_trainer(given) if given else make_trainer("ddp", devices=dist.get_world_size())
+    ranks = dist.get_world_size()
+    options = {"cluster": cluster(ranks)}
+    trainer = topt_trainer(given, options=options) if given else make_trainer("ddp", devices=ranks)
     trainer.fit(module, loader(4, length=16))
     return module.losses, dict(module.state_dict())
 

@@ -183,11 +183,6 @@ FITS = {
     "in between": Fit(
         {"prediction": "spectrain"}, {"max_epochs": 1, "val_check_interval": 3}, ends=(3,)
     ),
-    "some steps": Fit(
-        {"prediction": "multistep"},
-        {"max_steps": 7, "max_epochs": -1, "limit_train_batches": 5},
-        ends=(5,),
-    ),
     "accumulated": Fit(
         {"prediction": "spectrain"},
         {
@@ -213,8 +208,16 @@ FITS = {
         ends=(2, 4, 6),
         make=adamw,
     ),
-    "by value": Fit(
-        {}, {"max_epochs": 1, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    "some steps, clipped by value": Fit(
+        {},
+        {
+            "max_steps": 7,
+            "max_epochs": -1,
+            "limit_train_batches": 5,
+            "gradient_clip_val": 0.01,
+            "gradient_clip_algorithm": "value",
+        },
+        ends=(5,),
     ),
 }
 

@@ -68,11 +68,8 @@ def test_a_restarted_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
     """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-    }
+    path = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [
         preloaded_topt(),
         "-m",

@@ -314,11 +314,8 @@ def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) ->
     """The main process says so itself before Lightning's observer kills it; without it, the others
     do.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-    }
+    path = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     jobs = []
     for plan, dead in (("zero1", 1), ("zero3", 0)):
         environment["MASTER_PORT"] = str(free_port())

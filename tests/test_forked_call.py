@@ -6,6 +6,7 @@ import importlib
 import mmap
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -60,6 +61,11 @@ def test_an_error_is_raised_where_the_result_is_asked_for(
 
     with pytest.raises(kind, match="no plan"):
         ForkedCall(fails).result()
+
+
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        ForkedCall(lambda: lambda: None).result()
 
 
 def test_a_process_that_is_killed_is_an_error() -> None:

@@ -173,23 +173,17 @@ def _run_as_child(
         answer: Any = None
         try:
             questions = function()
-            while True:
-                connection.send_bytes(pickle.dumps(("asks", questions.send(answer))))
-                answer = pickle.loads(connection.recv_bytes())
-        except StopIteration as end:
-            connection.send_bytes(_result(end.value))
-        except Exception as error:
+            try:
+                while True:
+                    connection.send_bytes(pickle.dumps(("asks", questions.send(answer))))
+                    answer = pickle.loads(connection.recv_bytes())
+            except StopIteration as end:
+                connection.send_bytes(pickle.dumps(("ends", end.value)))
+        except Exception as error:  # also of a result that cannot be pickled
             connection.send_bytes(pickle.dumps(("fails", _sendable(error))))
     finally:
         # no handlers at exit, no flush of buffers: they are the parent's
         os._exit(0)
-
-
-def _result(value: object) -> bytes:
-    try:
-        return pickle.dumps(("ends", value))
-    except Exception as error:
-        return pickle.dumps(("fails", _sendable(error)))
 
 
 def _sendable(error: Exception) -> Exception:

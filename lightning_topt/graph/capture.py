@@ -72,6 +72,7 @@ def capture(
     adapt: Adapt | None = None,
     like: OpGraph | None = None,
     stacks: Sequence[Stack] | None = None,
+    repeats: bool = True,
 ) -> OpGraph:
     """Return the operator graph of one training step of `module`.
 
@@ -95,6 +96,7 @@ def capture(
         like: the graph of the same module without `adapt`: its blocks are taken, and what it says
             of second calls.
         stacks: what `repeated_layers` says of the step; None: it is asked.
+        repeats: whether modules are called twice. False: no block is said to be recomputable.
 
     Raises:
         CaptureError: the step raises an error, depends on values of tensors or uses an operator
@@ -111,7 +113,7 @@ def capture(
         raise ValueError(
             f"a capture for {kind!r} needs such a device in this machine; capture for 'cpu' here"
         )
-    step = StepRun(module, forward_context, torch.device(device), adapt)
+    step = StepRun(module, forward_context, torch.device(device), adapt, repeats=repeats)
     if stacks is None:
         stacks = repeated_layers(module, batch, forward_context=forward_context, device=device)
     made = partial(_graph, batch=batch, batch_scaling=batch_scaling, like=like)
@@ -128,7 +130,7 @@ def _graph(
     step: StepRun,
     *,
     batch: object,
-    batch_scaling: bool = True,
+    batch_scaling: bool,
     like: OpGraph | None = None,
 ) -> OpGraph:
     # Record the step; the arguments are those of `capture`
@@ -222,6 +224,8 @@ def no_collection() -> Iterator[None]:
 def _repeatable(
     step: StepRun, batch: object, *, candidates: Sequence[str], samples: tuple[int, int]
 ) -> set[str]:
+    if not step.repeats:
+        return set()
     # A step that runs only once has none. Which kernels run holds for second calls too, unlike the
     # rest of the context (`OnAccelerator`).
     kernels, eager = getattr(step.forward_context, "kernels", nullcontext), "force_eager"
@@ -275,6 +279,7 @@ class StepRun:
             around its forward, inside of the other.
         stacks: layers of which five are recorded.
         is_real: on copies with memory of their own, on the CPU; the size of a batch stays.
+        repeats: see `capture`.
     """
 
     module: nn.Module
@@ -283,6 +288,7 @@ class StepRun:
     adapt: Adapt | None = None
     stacks: tuple[Stack, ...] = ()
     is_real: bool = False
+    repeats: bool = True
 
     @contextmanager
     def prepared(self, batch: object, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:

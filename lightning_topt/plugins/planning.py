@@ -151,15 +151,15 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
             'plan={"mesh": {"pipeline": 2}}, or use PipelineStrategy(schedule="continuous")'
         )
     is_unseen = any(map(is_compiled, module.modules()))
-    if isinstance(given, UniformPlan) and is_unseen and not given.recompute:
-        rank_zero_warn(
-            "topt: what runs inside of compiled code is not seen, so the plan stores the whole "
-            "module as one block"
-        )
-    if isinstance(given, UniformPlan) and (
-        not request.is_by_block or (is_unseen and not given.recompute)
-    ):
-        given = preset_plan(given.preset, mesh=given.mesh(world_size, num_nodes=trainer.num_nodes))
+    if isinstance(given, UniformPlan):
+        if is_one := is_unseen and not given.recompute:
+            rank_zero_warn(
+                "topt: what runs inside of compiled code is not seen, so the plan stores the whole "
+                "module as one block"
+            )
+        if is_one or not request.is_by_block:
+            mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
+            given = preset_plan(given.preset, mesh=mesh)
     if not module.automatic_optimization:
         _check_manual(given)
     # A complete plan.
@@ -271,7 +271,7 @@ def _of_blocks(
 ) -> ParallelPlan:
     # A plan by name for the blocks of the step, or for one block where none are seen
     try:
-        step = trace_step(request, trainer, batch)
+        step = trace_step(request, trainer, batch, repeats=given.recompute)
     except CaptureError as error:
         if given.recompute:
             raise CaptureError(
@@ -351,16 +351,17 @@ def trace_step(
     *,
     splits: bool = False,
     scales: bool = False,
+    repeats: bool = True,
 ) -> Fit:
     """Trace the step on fake tensors, or run it once on real ones where it reads values.
 
     With `splits` the calls are traced too; with `scales` the graph says how the step grows with the
-    batch, where that can be found. Raises what the last attempt did.
+    batch, where that can be found; `repeats` as of `capture`. Raises what the last attempt did.
     """
     trace, alone = FunctionTrace() if splits else None, request.only_replicated
     try:
         with noted_reads() as reads:
-            graph = _capture(trainer, batch, trace, scales=scales)
+            graph = _capture(trainer, batch, trace, scales=scales, repeats=repeats)
         return Fit(trainer, batch, graph, alone, frozenset(reads), trace)
     except Exception as error:
         # In this process, which is a copy, a real step leaves nothing behind.
@@ -382,25 +383,24 @@ def trace_step(
 
 
 def _capture(
-    trainer: pl.Trainer, batch: Any, trace: FunctionTrace | None, *, scales: bool
+    trainer: pl.Trainer, batch: Any, trace: FunctionTrace | None, *, scales: bool, repeats: bool
 ) -> OpGraph:
     # The graph of this rank's step on fake tensors, whose calls `trace` gets
-    def on(*, scales: bool) -> OpGraph:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")  # all of it comes again in the step itself
-            return capture(
-                trainer.lightning_module,
-                batch,
-                batch_scaling=scales,
-                forward_context=trainer.precision_plugin.forward_context,
-                device=trainer.strategy.root_device.type,
-                adapt=None if trace is None else trace.of,
-            )
-
-    if scales:
-        with suppress(Exception):
-            return on(scales=True)
-    return on(scales=False)
+    captured = partial(
+        capture,
+        trainer.lightning_module,
+        batch,
+        forward_context=trainer.precision_plugin.forward_context,
+        device=trainer.strategy.root_device.type,
+        adapt=None if trace is None else trace.of,
+        repeats=repeats,
+    )
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")  # all of it comes again in the step itself
+        if scales:
+            with suppress(Exception):
+                return captured()
+        return captured(batch_scaling=False)
 
 
 def _runs_in_copies(trainer: pl.Trainer) -> bool:

@@ -82,7 +82,8 @@ LIBRARIES = (
     ),
 )
 # those that need not be there
-OTHERS = ("transformers.models.gpt2.modeling_gpt2", "peft", "pytorch_optimizer")
+HF = ("bert", "clip", "convnext", "gpt2", "llama", "mixtral", "segformer", "t5", "vit", "whisper")
+OTHERS = (*(f"transformers.models.{m}.modeling_{m}" for m in HF), "peft", "pytorch_optimizer")
 # descriptors of a program are below, where they rest while they are put in their places above
 HIGH = 500
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -219,6 +220,7 @@ def _reap() -> None:
 @functools.cache
 def import_libraries(search_path: tuple[str, ...]) -> None:
     """Import all libraries, which may lie where `search_path` says."""
+    gc.disable()  # collections would take half of the time of imports
     with _found_on(search_path):
         for library in LIBRARIES:
             importlib.import_module(library)
@@ -230,6 +232,7 @@ def import_libraries(search_path: tuple[str, ...]) -> None:
 
 def import_topt(search_path: tuple[str, ...]) -> None:
     """Import all modules of `lightning_topt`, of this repository."""
+    gc.disable()
     with _found_on(search_path):
         sys.path.insert(0, str(ROOT))  # before an installed one
         package = importlib.import_module("lightning_topt")
@@ -263,7 +266,7 @@ def _found_on(search_path: tuple[str, ...]) -> Iterator[None]:
 
 def load_for_forks() -> None:
     """Load what each forked process would load for itself, and leave all there is out of its
-    garbage collections.
+    garbage collections, which begin here.
     """
     target = importlib.import_module("numba.core.registry").cpu_target
     target.typing_context.refresh()  # as at the first call of a compiled function
@@ -271,6 +274,7 @@ def load_for_forks() -> None:
     keep_entry_points()
     gc.collect()
     gc.freeze()  # forked processes need not copy the pages of these objects to count references
+    gc.enable()
     collapse_pages()
 
 

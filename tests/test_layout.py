@@ -47,15 +47,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def imported(tree: ast.AST) -> set[str]:
-    names = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     assert all(node.level == 0 for node in froms), "relative import"
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return names | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
 
 

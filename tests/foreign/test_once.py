@@ -2,7 +2,7 @@
 runs as often, and losses, states and what the programs note are equal.
 
 The environment variable ONCE takes some programs by their names, or "all" under every strategy;
-otherwise each program meets one of the plans that are asked for.
+otherwise every second program, and each that is refused, meets one of the plans that are asked for.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def chosen(strategy: MakeStrategy) -> list[str]:
         return asked
     if asked or strategy is default:
         return list(ALL)
-    return list(ALL[ASKED.index(strategy) :: len(ASKED)])
+    among, known = ALL[ASKED.index(strategy) :: len(ASKED)], refusals(strategy)
+    return [name for index, name in enumerate(among) if index % 2 == 0 or name in known]
 
 
 def shortened(text: str, *, first: int = 12, last: int = 10) -> str:

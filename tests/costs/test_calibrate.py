@@ -151,7 +151,7 @@ def kinds_on_rank(rank):
     return max(opened), opened[-1], cluster
 
 
-def test_one_kind_of_groups_is_open_at_a_time_on_devices_and_none_without_room():
+def test_one_kind_of_groups_is_open_at_a_time_on_devices_and_none_without_room(short_measurements):
     for most, last, cluster in run_ranks(kinds_on_rank, 4):
         assert (most, last) == (1, 0)
         assert set(cluster.collectives) == {("all_reduce", 4, 1), ("all_reduce", 2, 1)}

@@ -238,7 +238,7 @@ def import_topt(search_path: tuple[str, ...]) -> None:
         package = importlib.import_module("lightning_topt")
         for module in pkgutil.walk_packages(package.__path__, "lightning_topt."):
             importlib.import_module(module.name)
-    trace_once()
+        trace_once()
     load_for_forks()
 
 
@@ -249,9 +249,9 @@ def trace_once() -> None:
     torch = importlib.import_module("torch")
     # before fake tensors, beside which torch 2.14 with CUDA would start threads that forks lack
     torch.zeros((), requires_grad=True).backward()
-    model = importlib.import_module("lightning_topt.demo").ByteGPT(2, 16, 2, 8)
-    capture = importlib.import_module("lightning_topt.graph.capture").capture
-    capture(model, torch.zeros((2, 9), dtype=torch.uint8))
+    models = importlib.import_module("tests.models")
+    model = models.GPT()  # of the shapes that most tests have, which are in the tables then
+    importlib.import_module("lightning_topt.graph.capture").capture(model, models.batch_for(model))
 
 
 @contextlib.contextmanager

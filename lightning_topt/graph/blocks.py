@@ -18,7 +18,7 @@ much.
 
 Recomputable: called exactly once, and its output needs a gradient. The call changes no tensor that
 is older than itself, as running statistics or an in-place operator on its input do. A second call
-with the same arguments did the same ([Note: second calls] in `capture`).
+with the same arguments did the same ([Note: second calls] in `second_calls`).
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class ContinuousRunner(StepRunner):
     def example(self, batch: Any) -> Example:
         """Return a training step on `batch`, for the engine to trace. A collective call."""
         self._traced_calls.clear()
-        own = _MinibatchPasses(
+        own = _MinibatchStep(
             self._steps, None, 0 if takes_index(self._module) else None, self._traced_calls
         )
         return Example(own.loss, (self._steps.agreed(batch),))
@@ -153,7 +153,7 @@ class ContinuousRunner(StepRunner):
         # The run has to know how many batches are left before it is drained.
         index, end = self._run.minibatches, next_end(trainer, start=self._start)
         self._batches_in_flight[index] = batch
-        own = _MinibatchPasses(self._steps, (batch,), args[1] if len(args) > 1 else None)
+        own = _MinibatchStep(self._steps, (batch,), args[1] if len(args) > 1 else None)
 
         def payload() -> tuple[bytes, Tensor]:
             self._records_here[index] = record = own.record()
@@ -199,7 +199,8 @@ class ContinuousRunner(StepRunner):
     def update(
         self, step: Callable[[], Any], optimizer: Optimizer, closure: Callable[[], Any]
     ) -> Any:
-        # Forward and backward of different batches; the update belongs to the latter.
+        # Forward and backward of different batches; the update belongs to the latter. Lightning's
+        # `step` belongs to the batch that has just come, and is not called.
         output = closure()
         self._update(optimizer)
         return output
@@ -359,7 +360,7 @@ class _DrainFirst(pl.Callback):
 
 
 @dataclass
-class _MinibatchPasses:
+class _MinibatchStep:
     """The passes of one minibatch on this rank; without one, only copies are traced."""
 
     steps: StageSteps

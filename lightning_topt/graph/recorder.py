@@ -61,7 +61,6 @@ from lightning_topt.graph.structures import tensors_in
 
 SUM_OF_GRADIENTS = "aten::add"
 _CAST = torch.ops.aten._to_copy.default
-_RECURRENT = ("LSTM", "GRU", "RNN")  # whose weights have one dtype with their biases
 
 
 class _Frame:
@@ -101,6 +100,11 @@ class Recorder(TorchDispatchMode):
             for name, p in reversed(list(module.named_parameters()))
             if is_strided(p)
         }
+        self._copies: dict[StorageRecord, str] = {}  # in 16 bits, of parameters
+        # weights of recurrent layers have one dtype with their biases
+        recurrent = (part for part in module.modules() if isinstance(part, nn.RNNBase))
+        weights = (p for part in recurrent for p in part.parameters(recurse=False))
+        self.recording.read = {self._parameters[p.untyped_storage()._cdata] for p in weights}
         self._measured: dict[Frozen, Measured] = {}  # by operator and arguments
         self._counts: Counter[str] = Counter()  # how often a name was given
         self._frames: list[_Frame] = []
@@ -284,7 +288,7 @@ class Recorder(TorchDispatchMode):
         # reads and writes of the forward pass; new memory; what a device has beyond shapes
         sources = self.memory.within(tensors)
         is_sum = self.is_backward and func._schema.name == SUM_OF_GRADIENTS and len(sources) == 2
-        cast = func is _CAST and out.dtype is self.autocast and op.kind not in _RECURRENT
+        cast = func is _CAST and out.dtype is self.autocast
         self._read(index, tensors, sources, is_cast=cast)
         if not self.is_backward:
             self._write(index, func, args, kwargs)
@@ -295,6 +299,8 @@ class Recorder(TorchDispatchMode):
         born = tick + 1 if is_sum and not args[0]._is_view() else tick
         for tensor in outputs:
             self.memory.track(tensor, born=born, op=index, parts=tuple(sources) if is_sum else ())
+        if cast and (name := self._parameters.get(tensors[0].untyped_storage()._cdata)):
+            self._copies.update(dict.fromkeys(self.memory.within(out), name))
         # A real tensor has all of its bytes.
         place, hidden = hidden_bytes(func, args)
         if hidden and (storage := self.memory.of(outputs[place])):
@@ -317,7 +323,11 @@ class Recorder(TorchDispatchMode):
                 record.read.add(name)
             elif not self.is_backward:  # there it is cast again where a user's code recomputes
                 start = int(tensor.storage_offset())
-                record.casts.setdefault(name, []).append((start, start + tensor.numel()))
+                places = zip(tensor.shape, tensor.stride(), strict=True)
+                end = start + 1 + sum(int((n - 1) * step) for n, step in places)
+                # an expanded one has elements several times
+                times = 2 if tensor.numel() > end - start else 1
+                record.casts.setdefault(name, []).extend([(start, end)] * times)
             if not self.is_backward:
                 op.parameters[name] = None
         if self.is_backward:
@@ -336,6 +346,8 @@ class Recorder(TorchDispatchMode):
                 (len(self.recording.kernel_ops), storage.born if storage else OUTSIDE)
             )
             if storage is not None:
+                if name := self._copies.get(storage):  # which 16 bits would be themselves
+                    self.recording.read.add(name)
                 storage.op, storage.shape = index, shape_of(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:

@@ -344,7 +344,7 @@ def _is_narrow(parameter: nn.Parameter, name: str, recording: Recording) -> bool
         return False
     # gradients of an element that is cast twice add up in float32
     is_once = all(end <= start for (_, end), (start, _) in pairwise(casts))
-    return parameter.dtype == torch.float32 and (is_once or not parameter.requires_grad)
+    return parameter.dtype == torch.float32 and is_once
 
 
 def _step(

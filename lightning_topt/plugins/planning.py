@@ -514,14 +514,14 @@ def _as_seen(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> A
     # The complete `plan`, which is checked with a traced step, and gathers as that needs it
     is_checked = plan.schedule is not None or plan.brings_batches
 
-    def of_step() -> Any:
-        step = trace_step(request, trainer, example_batch(trainer))
+    def of_step(batch: Any) -> Any:
+        step = trace_step(request, trainer, batch, repeats=False)
         if is_checked:
             _check_features(plan, request, step)
         return plan.gathering(step.traced).to_dict()
 
     try:
-        return in_copy(trainer, of_step)
+        return in_copy(trainer, partial(of_step, example_batch(trainer)))
     except Exception as error:
         if is_checked:
             raise

@@ -389,7 +389,11 @@ class _Sharding:
         narrow = {
             name
             for name, p in named.items()
-            if dtype and p.dim() > 1 and p.dtype == torch.float32 and p not in wide
+            if dtype
+            and p.dim() > 1
+            and p.dtype == torch.float32
+            and p not in wide
+            and not p._backward_hooks  # which may return what 16 bits do not hold
         }
         # said, for what None means differs between releases of torch: as under ddp
         reduced_as = next((p.dtype for p in named.values() if p.requires_grad), None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -86,6 +88,10 @@ def test_blocks_move_8_bytes_of_a_parameter_and_train_as_with_12(precision: str)
 # ---- which parameters travel in 16 bits ----------------------------------------------------------
 
 
+class Recurrent(nn.LSTM):
+    pass
+
+
 class Uses(nn.Module):
     """Matrices (width, width) that autocast rounds before they are used, and such that it does not.
 
@@ -111,17 +117,36 @@ class Uses(nn.Module):
             matrix(2, width, width),
         )
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.wide_recurrent = nn.LSTM(width, width, batch_first=True)
+        self.wide_recurrent = Recurrent(width, width, batch_first=True)
+        self.wide_expanded, self.wide_frozen = matrix(1, width, width), matrix(width, width)
+        self.wide_frozen.requires_grad_(False)  # for a while
+        self.wide_masked = matrix(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.addmm(self.bias, x.flatten(0, 1), self.addmm).view_as(x)
         x = x + torch.bmm(torch.stack([x.flatten(0, 1)] * 2), self.experts).sum(0).view_as(x)
         x = x + x @ self.routed[0] - (x @ self.routed[1]).relu()
         x = x + self.wide_scale * ((self.linear(x) @ self.wide_twice).relu() @ self.wide_twice)
+        x = x + (x @ self.wide_frozen).relu() @ self.wide_frozen
+        masked = self.wide_masked.to(torch.bfloat16)
+        masked[0] = 0
+        x = x + x @ masked + torch.bmm(x, self.wide_expanded.expand(len(x), -1, -1))
         x = x + self.wide_table[torch.arange(x.shape[1])] + self.wide_penalized(x)
         x = x + self.attention(x, x[:, :1], x[:, :1])[0] + self.wide_recurrent(x)[0]
         with torch.autocast("cpu", enabled=False):
             return nn.functional.layer_norm(x.float() + self.wide_apart(x.float()), x.shape[-1:])
+
+
+class OnlyHere(OwnShare):
+    """Cannot be read in a copy of the process."""
+
+    def __init__(self, global_batch: int) -> None:
+        super().__init__(global_batch)
+        self.process = os.getpid()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        assert os.getpid() == self.process
+        return super().__iter__()
 
 
 class UsesGPT(RecordingGPT):
@@ -157,7 +182,7 @@ def fits_of_uses(rank: int) -> dict[str, tuple[list[float], Any, float]]:
             strategy, devices=2, precision="bf16-mixed", limit_train_batches=STEPS
         )
         with recorder.watching("fit"):
-            trainer.fit(module, OwnShare(8))
+            trainer.fit(module, OnlyHere(8))
         assert strategy.parallel_plan is not None
         values = strategy.parallel_plan.to_dict()
         gathered = sum(nbytes for _, op, _, nbytes in recorder.calls if op == "all_gather")

@@ -99,14 +99,17 @@ def train(
     after_backward: Callable[[nn.Module], Any] = lambda _: None,
     after_step: Callable[[nn.Module], Any] = lambda _: None,
     dtype: torch.dtype | None = None,
+    wide: bool | tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """Train under a plan on the ranks, or without one in this process; `dtype` of autocast."""
+    """Train under a plan on the ranks, or without one in this process; `dtype` of autocast, under
+    which all but `wide` are gathered in 16 bits.
+    """
     autocast = partial(torch.autocast, "cpu", dtype, enabled=dtype is not None)
     engine = None
     if preset is not None:
         plan = preset_plan(PRESETS[preset], mesh=data_mesh(dist.get_world_size()), blocks=blocks)
         if dtype is not None:
-            plan = replace(plan, float32_gathers=())
+            plan = replace(plan, float32_gathers=wide)
         engine = Engine(plan, module, device=CPU, options=RunOptions(gather_dtype=dtype))
         engine.apply()
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
@@ -190,21 +193,27 @@ def test_new_memory_inside_of_a_block_holds(preset: str, dtype: torch.dtype | No
 # ---- hooks, memory -------------------------------------------------------------------------------
 
 
-def _halve(gradient: Tensor) -> Tensor:
+def _scale(gradient: Tensor) -> Tensor:
     assert gradient.dtype == torch.float32
-    return 0.5 * gradient
+    return 0.3 * gradient
 
 
 def _hooked(rank: int, when: str) -> dict[str, Tensor]:
     module = Net()
     if when != "later":
         dtype = torch.bfloat16 if when == "16 bits" else None
-        module.first.weight.register_hook(_halve)
-        return train(module, preset="zero3", blocks=["first"], dtype=dtype)
+        module.first.weight.register_hook(_scale)
+        found = train(module, preset="zero3", blocks=["first"], dtype=dtype)
+        if dtype is not None:
+            module = Net()
+            module.first.weight.register_hook(_scale)
+            exact = train(module, preset="zero3", blocks=["first"], dtype=dtype, wide=True)
+            assert all(torch.equal(found[name], value) for name, value in exact.items())
+        return found
 
     def register(net: nn.Module) -> None:
         if not handles:
-            handles.append(net.first.weight.register_hook(_halve))
+            handles.append(net.first.weight.register_hook(_scale))
 
     handles: list[Any] = []
     return train(module, preset="zero3", blocks=["first"], after_step=register)
@@ -214,11 +223,11 @@ def _hooked(rank: int, when: str) -> dict[str, Tensor]:
 def test_hooks_of_parameters_get_whole_gradients(when: str):
     module, handles = Net(), []
     if when != "later":
-        module.first.weight.register_hook(_halve)
+        module.first.weight.register_hook(_scale)
 
     def register(net: nn.Module) -> None:
         if when == "later" and not handles:
-            handles.append(net.first.weight.register_hook(_halve))
+            handles.append(net.first.weight.register_hook(_scale))
 
     is_narrow = when == "16 bits"
     wanted = train(module, after_step=register, dtype=torch.bfloat16 if is_narrow else None)

@@ -5,6 +5,7 @@ runs.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -260,13 +261,15 @@ def batch_of(module: Any) -> Any:
     return batch_for(module) if isinstance(module, GPT) else X
 
 
-def left_out(module: Any, **kwargs: Any) -> OpGraph | None:
+def left_out(
+    module: Any, *, batch_scaling: bool = True, forward_context: Any = nullcontext
+) -> OpGraph | None:
     """The graph of a capture in which layers were left out; None if that says too little."""
     stacks = repeated_layers(module, batch_of(module))
+    step = StepRun(module, forward_context, stacks=stacks)
+    made = partial(_graph, step, batch=batch_of(module), batch_scaling=batch_scaling)
     try:
-        context = kwargs.pop("forward_context", nullcontext)
-        step = StepRun(module, context, stacks=stacks)
-        return _graph(step, batch=batch_of(module), **kwargs) if stacks else None
+        return made() if stacks else None
     except Exception:
         return None
 

@@ -188,10 +188,6 @@ def _rank(  # type: ignore[no-untyped-def]
     # a test in this process may have had a mesh of a fake group: its rank would be taken for this
     # one's
     forget_meshes()
-    if stays:
-        # What is frozen is never collected: groups of earlier calls, of which each has a thread
-        # that wakes 100 times a second.
-        gc.collect()
     # a collection would touch, and so copy, every page that the ranks share with the test
     gc.freeze()
     try:
@@ -234,11 +230,7 @@ def run_on_pool(
     call is not there: such calls are for `run_ranks`. `function` and `args` must pickle. A call
     that fails ends the ranks.
     """
-    pool = _pools.pop(world_size, None)
-    if pool is not None and pool.threads_of_groups() > 16:
-        pool.end()
-        pool = None
-    pool = pool or _Pool(world_size)
+    pool = _pools.pop(world_size, None) or _Pool(world_size)
     try:
         results = pool.run(function, args, timeout_seconds)
     except BaseException:
@@ -272,16 +264,6 @@ class _Pool:
             pipe.send_bytes(call)
         return _collect(self.queue, self.ranks, seconds)
 
-    def threads_of_groups(self) -> int:
-        """How many threads of gloo a rank has, of the last call and of groups that earlier ones did
-        not free: hundreds that wake 300 times a second cost as much as ranks that compute.
-        """
-        count = 0
-        for name in Path(f"/proc/{self.ranks[0].pid}/task").glob("*/comm"):  # none but on Linux
-            with contextlib.suppress(OSError):  # which ends meanwhile
-                count += name.read_text().startswith("gloo")
-        return count
-
     def end(self) -> None:
         for process in self.ranks:
             process.kill()
@@ -307,6 +289,10 @@ def _serve(rank, world_size, queue, connected, pipe):  # type: ignore[no-untyped
         # may wait for an answer of this one: it is told that there will be none.
         if dist.is_initialized():
             dist.destroy_process_group()
+            # Each group has a thread that wakes 300 times a second, also while nobody calls. All go
+            # now: the next call freezes what is in memory, which is never collected.
+            forget_meshes()
+            gc.collect()
         if not is_called:
             continue
         function, store, timeout_seconds, args = pickle.loads(pipe.recv_bytes())

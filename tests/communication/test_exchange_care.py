@@ -151,6 +151,10 @@ def dies(rank: int, method: GradientMethod, shape: tuple[int, int], dead: int, f
         loss_of(ddp, rank, 2).backward()
     assert isinstance(exchange.error, PeerLostError) and time.monotonic() - started < 20
     Path(folder, str(rank)).write_text(str(caught.value))
+    alive = set(range(shape[0] * shape[1])) - {dead}
+    while not all(Path(folder, str(other)).exists() for other in alive):
+        assert time.monotonic() - started < 40
+        time.sleep(0.05)  # a rank that has ended here would be named as lost by the others
     os._exit(0)
 
 

@@ -50,6 +50,7 @@ def do_hazards(rank: int, path: Path, port: int) -> None:
     hazards.run(Job(Report("hazards", path, torch.device("cpu"), True, 60.0), rank, 2))
 
 
+@pytest.mark.thorough
 def test_hazards_are_rehearsed_over_gloo(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     run_ranks(do_hazards, 2, path, free_port(), timeout_seconds=250)

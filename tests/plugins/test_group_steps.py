@@ -283,7 +283,9 @@ ACCUMULATED = {**CLIPPED, "accumulate_grad_batches": 2}
     "case",
     [
         Case(2, plan(1, recompute=True), CLIPPED),
-        Case(4, plan(2, "zero1"), ONCE | ACCUMULATED),
+        pytest.param(
+            Case(4, plan(2, "zero1"), ONCE | ACCUMULATED), marks=pytest.mark.thorough
+        ),
         Case(2, staged_plan(1, recompute=True), relative=1e-6),
         Case(4, staged_plan(2, storage="zero1"), ACCUMULATED, relative=1e-6),
     ],

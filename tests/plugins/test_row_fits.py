@@ -68,7 +68,10 @@ def resume(rank: int, schedule: str, form: str, path: str) -> Any:
     ]
 
 
-@pytest.mark.parametrize(("schedule", "form"), [("continuous", "full"), ("1f1b", "sharded")])
+@pytest.mark.parametrize(
+    ("schedule", "form"),
+    [pytest.param("continuous", "full", marks=pytest.mark.thorough), ("1f1b", "sharded")],
+)
 def test_files_have_what_rows_keep(schedule: str, form: str, tmp_path: Path) -> None:
     results = on_ranks(resume, schedule, form, str(tmp_path / "half.ckpt"), world_size=4)
     for whole, resumed in results:

@@ -2,9 +2,9 @@
 
     python examples/gan.py
 
-Steps of manual optimization cannot be seen in advance. So nothing is planned, and the strategy
-trains as Lightning's `ddp` does. Each of the two backward passes leaves parameters out, which DDP
-is told by the ending of the strategy's name.
+Nothing is asked, so the strategy trains as Lightning's `ddp` does. Each of the two backward passes
+leaves parameters out, which DDP is told by the ending of the strategy's name. Plans and limits are
+in docs/how_to/manual_optimization.md.
 """
 
 import argparse

@@ -11,6 +11,9 @@
    block.
 3. All the rest is block "".
 
+Of a step that optimizes manually, modules may be called several times (a critic is), and are large
+from 1 % on: block "" stays whole there ([Note: manual optimization] in `fsdp`).
+
 Eligible: called through forward, with parameters that no operator outside of it reads and that no
 module outside of it has (tied weights). Large: at least 5 % of the parameter bytes, or at least 10
 % of the activation bytes kept for backward; without parameters only if recomputing it frees that
@@ -28,11 +31,14 @@ from collections.abc import Collection, Container, Hashable, Iterable
 from dataclasses import replace
 from functools import cached_property
 
+from torch import nn
+
 from lightning_topt.graph.op_graph import Block, ModuleCall, OpGraph, StepMemory
 
 MIN_PARAMETER_SHARE = 0.05
 MIN_KEPT_SHARE = 0.10
 MAX_SHARE = 0.5
+_MANUAL_SHARE = 0.01
 
 
 def choose_blocks(
@@ -52,6 +58,8 @@ def choose_blocks(
         min_kept_share: share of all kept activation bytes from which it is large.
         max_share: of either, above which a module is opened.
     """
+    if graph.is_manual:
+        min_parameter_share = min(min_parameter_share, _MANUAL_SHARE)
     chooser = _Chooser(graph, (min_parameter_share, min_kept_share), max_share)
     chooser.open("")
     # in the order of forward; equal keys share a group
@@ -119,7 +127,8 @@ class _Chooser:
             self.chosen[path] = path
 
     def _is_candidate(self, path: str) -> bool:
-        if len(self.calls[path]) != 1 or not self._is_eligible(path):
+        is_once = len(self.calls[path]) == 1
+        if not (is_once or self.graph.is_manual) or not self._is_eligible(path):
             return False
         parameters, kept = self._shares(path)
         if parameters == 0:  # only memory can be gained, by recomputing it
@@ -189,6 +198,22 @@ class _Chooser:
             for name in op.parameters:
                 readers[name].add(op.stack)
         return readers
+
+
+def child_blocks(module: nn.Module) -> list[str]:
+    """Return the names of children with parameters, where no step says more.
+
+    Containers, which nobody calls, are opened.
+    """
+    found: list[str] = []
+    for name, child in module.named_children():
+        if type(child) in (nn.ModuleList, nn.ModuleDict):
+            found += [f"{name}.{inner}" for inner in child_blocks(child)]
+        elif isinstance(child, nn.ParameterList | nn.ParameterDict):
+            continue
+        elif next(child.parameters(), None) is not None:
+            found.append(name)
+    return found
 
 
 def may_repeat(call: ModuleCall) -> bool:

@@ -37,6 +37,7 @@ from lightning_topt.graph.errors import (
     explain_transform,
     raised_by_user,
 )
+from lightning_topt.graph.manual_steps import ManualSteps, optimizes_manually
 from lightning_topt.graph.module_copy import filled_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recorder import Recorder
@@ -83,7 +84,8 @@ def capture(
     what it does elsewhere stays, so call this in a process that is thrown away.
 
     Args:
-        module: a LightningModule with automatic optimization.
+        module: a LightningModule. Several backward passes of one with manual optimization are
+            traced as one (`manual_steps`).
         batch: what `training_step` takes; tensors anywhere inside. One sample is captured as two.
         forward_context: makes a context around `training_step`, such as autocast.
         device: the type of device that will train. It decides which kernels run and what autocast
@@ -101,9 +103,8 @@ def capture(
     Raises:
         CaptureError: the step raises an error, depends on values of tensors or uses an operator
             without a shape-only implementation (`needs_values` is then true, and `observe_step` may
-            help); it runs other operators on a larger batch, returns no loss, has no trainable
-            parameter or lazy ones, or the module optimizes manually. The message names the
-            operator, the line and a way out.
+            help); it runs other operators on a larger batch, returns no loss, or has no trainable
+            parameter or lazy ones. The message names the operator, the line and a way out.
         ValueError: this machine has no such `device`, or the options contradict one another.
     """
     check_can_run(module)
@@ -153,6 +154,7 @@ def _graph(
         sizes=sizes,
         input_bytes=(first_bytes, second_bytes),
     )
+    graph = changed(graph, manual_passes=first.manual_passes)
     # its default blocks, with what second calls of its modules did; or those of `like`
     if like is not None:
         graph = step.with_all_layers(graph)
@@ -243,13 +245,7 @@ def _repeatable(
 
 
 def check_can_run(module: nn.Module) -> None:
-    """Raise CaptureError for a module that optimizes manually, or has nothing to train."""
-    if not getattr(module, "automatic_optimization", True):
-        raise CaptureError(
-            f"{type(module).__name__} optimizes manually (automatic_optimization=False): its "
-            "training_step decides when backward passes and optimizer steps run, and a plan "
-            f"cannot. {WAY_OUT}"
-        )
+    """Raise CaptureError for a module that has nothing to train."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise CaptureError(
             f"{type(module).__name__} has no trainable parameters, so there is nothing to plan"
@@ -261,10 +257,16 @@ def check_can_run(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Copies of a module and of a batch."""
+    """Copies of a module and of a batch; `manual` has the losses of manual optimization."""
 
     module: nn.Module
     batch: object
+    manual: ManualSteps | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, batch: object) -> Prepared:
+        """Prepare a copy to optimize manually, if it does."""
+        return cls(module, batch, ManualSteps(module) if optimizes_manually(module) else None)
 
 
 @dataclass(eq=False)
@@ -298,11 +300,11 @@ class StepRun:
         """
         with torch.enable_grad():
             if self.is_real:
-                yield Prepared(filled_copy(self.module), copied_batch(batch))
+                yield Prepared.of(filled_copy(self.module), copied_batch(batch))
                 return
             copied, mode = short_copy(self.module, self.stacks, device=self.device)
             with mode:
-                yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device))
+                yield Prepared.of(copied, fake_batch(batch, samples=samples, device=self.device))
 
     def with_all_layers(self, graph: OpGraph) -> OpGraph:
         """Return `graph` with the layers that were not recorded."""
@@ -334,7 +336,9 @@ class StepRun:
                         if torch.is_autocast_enabled(kind := self.device.type):
                             recorder.autocast = torch.get_autocast_dtype(kind)
                         output = call_training_step(copied, prepared.batch)
-                    loss = loss_of(output)
+                    manual = prepared.manual
+                    loss = loss_of(output) if manual is None else manual.loss()
+                    recorder.recording.manual_passes = 0 if manual is None else len(manual.losses)
                     with recorder.backward(loss):
                         loss.backward()
             return copied, recorder.recording, nbytes_of(leaves)

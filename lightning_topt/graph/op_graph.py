@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,6 +95,7 @@ class OpGraph:
         unused: trainable parameters that the step gave no gradient.
         whole_model: the step is that of one rank, whose parameters are slices of those of the
             model with this fingerprint.
+        manual_passes: backward passes of a step that optimizes manually (`manual_steps`), else 0.
     """
 
     model: str
@@ -108,6 +110,7 @@ class OpGraph:
     batch_scaling: bool = True
     unused: tuple[str, ...] = ()
     whole_model: str | None = None
+    manual_passes: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -116,6 +119,16 @@ class OpGraph:
         if self.whole_model is not None:
             return self.whole_model
         return model_fingerprint(self.model, [(p.name, p.shape, p.dtype) for p in self.parameters])
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the step optimizes manually."""
+        return self.manual_passes > 0
+
+    @cached_property
+    def calls_of(self) -> Counter[str]:
+        """How often each module is called."""
+        return Counter(call.module for call in self.step.calls)
 
     @cached_property
     def timeline(self) -> tuple[Segment, ...]:

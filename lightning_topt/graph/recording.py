@@ -59,6 +59,7 @@ class Recording:
         has_collectives: the step talked to other ranks.
         casts: of a parameter by name, the elements that autocast makes 16-bit copies of.
         read: parameters that anything else read.
+        manual_passes: backward passes of manual optimization.
     """
 
     ops: list[OpRecord] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Recording:
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
     has_collectives: bool = False
+    manual_passes: int = 0
     casts: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
 

@@ -40,6 +40,7 @@ from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.plan_values import (
+    PRESETS,
     BlockPlan,
     Preset,
     StagePlan,
@@ -415,17 +416,25 @@ def uniform_plan(
 
 
 def preset_plan(
-    preset: Preset, *, mesh: Mesh, blocks: Sequence[str] = (), recompute: Collection[str] = ()
+    preset: Preset,
+    *,
+    mesh: Mesh,
+    blocks: Sequence[str] = (),
+    recompute: Collection[str] = (),
+    is_manual: bool = False,
 ) -> ParallelPlan:
     """Return the plan that stores everything as `preset` says on `mesh`.
 
-    `blocks` and `recompute` as in `uniform_plan`.
+    `blocks` and `recompute` as in `uniform_plan`. Under manual optimization what is in no block
+    keeps whole gradients ([Note: manual optimization] in `techniques.fsdp`).
     """
-    storage = preset.storage(mesh)
+    storage = root = preset.storage(mesh)
+    if is_manual and preset.level > 1:
+        root = PRESETS["zero1"].storage(mesh)
     named = tuple(
         BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name
     )
-    blocks_of_plan = (*named, BlockPlan("", OpConfig(storage)))
+    blocks_of_plan = (*named, BlockPlan("", OpConfig(root)))
     return ParallelPlan.of_blocks(blocks_of_plan, mesh=mesh, float32_gathers=preset.float32_gathers)
 
 

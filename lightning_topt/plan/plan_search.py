@@ -547,6 +547,8 @@ def _sharded_gradients(costs: PlanCosts) -> PlanSpace:
     """
     storages, axes = _storages(costs), costs.step.mesh.data_axes
     own = [storage for storage in storages if storage.sharded_axes("gradients") == axes[-1:]]
+    if own and costs.step.graph.is_manual:  # what is in no block stays whole
+        return PlanSpace(costs, [storages], own=storages)
     if costs.step.gradient_views:  # of which plans without unsharded gradients have none
         return PlanSpace(costs, [storages] if own else [], own=())
     return PlanSpace(costs, [own, storages] if own else [], own=own)

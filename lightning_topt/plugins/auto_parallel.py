@@ -140,9 +140,9 @@ class AutoParallelStrategy(DataParallelHooks):
     A model whose parameters, gradients, buckets of DDP and two moments exceed what a rank may use
     is planned as if that were the limit, which a message says. After an exception a module that ran
     sharded keeps its parameters in shards; load a checkpoint into a new one. Manual optimization
-    runs under ``ddp`` and ``zero1``; it refuses a search and other plans. Attributes, once a plan
-    is decided: `parallel_plan`, `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is
-    ``ddp``), `planning_seconds`, and on rank 0 `planning` (the frontier) when there was a search.
+    runs under data axes (docs/how_to/manual_optimization.md). Attributes, once a plan is decided:
+    `parallel_plan`, `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is ``ddp``),
+    `planning_seconds`, and on rank 0 `planning` (the frontier) when there was a search.
     Raises ValueError for wrong options. Rank 0 raises `NoPlanFitsError` when no plan meets the
     limit, and `CaptureError` when the module cannot be captured; the others raise
     `RemotePlanningError` with its message. Where neither `memory_limit`, ``objective="memory"`` nor

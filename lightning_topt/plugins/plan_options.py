@@ -83,7 +83,9 @@ class UniformPlan:
         """Return the plan for the blocks of `graph`."""
         names = [block.name for block in graph.blocks]
         again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
-        plan = preset_plan(self.preset, mesh=mesh, blocks=names, recompute=again)
+        plan = preset_plan(
+            self.preset, mesh=mesh, blocks=names, recompute=again, is_manual=graph.is_manual
+        )
         return plan.gathering(graph)
 
 

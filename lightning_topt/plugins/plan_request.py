@@ -318,14 +318,8 @@ def needs_plan(
         "topt: parameters, gradients, DDP's buckets and two moments of Adam take "
         f"{needed / 2**30:.2f} GiB, which is more than a rank may use"
     )
-    if module.automatic_optimization:
-        rank_zero_info(f"{text}: a plan is searched, as strategy='topt_full' does")
-    else:
-        rank_zero_warn(
-            f"{text}: memory may run out. Manual optimization runs under ddp and plan='zero1', "
-            "which shares the moments"
-        )
-    return module.automatic_optimization
+    rank_zero_info(f"{text}: a plan is searched, as strategy='topt_full' does")
+    return True
 
 
 def _is_fixed(plan: GivenPlan | None) -> bool:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
@@ -158,6 +159,9 @@ class PlanRun:
         plan, strategy, module = self.plan, self._strategy, trainer.lightning_module
         assert plan is not None
         options, device = run_options(strategy), strategy.root_device
+        if not (module.automatic_optimization or plan.keeps_gradients_whole):
+            # whether a loss needs what is in no block, which nobody can know beforehand
+            options = replace(options, ddp={"find_unused_parameters": True, **options.ddp})
         engine = Engine(plan, module, device=device, options=options)
         self.last_engine = engine
         runner, example = choose_runner(engine, module, strategy), None

@@ -2,7 +2,6 @@
 
 `decide_plan` is called by all ranks and returns the same plan on each, or raises on each.
 
-    manual optimization      a plan that is given and keeps gradients whole: ddp, zero1
     a complete plan          checked, and run as it is
     a plan by name           for the blocks of the traced step, where these matter
     a mesh, stages           searched on that mesh (`search_mesh`, `search_stages`)
@@ -44,7 +43,7 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.measuring import on_every_rank, on_rank_0
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
 from lightning_topt.execution.memory import release_free_memory, return_freed_memory
-from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.blocks import block_of, child_blocks
 from lightning_topt.graph.capture import capture, observe_step
 from lightning_topt.graph.errors import (
     WAY_OUT,
@@ -54,6 +53,7 @@ from lightning_topt.graph.errors import (
     one_line,
     with_user_lines,
 )
+from lightning_topt.graph.manual_steps import optimizes_manually
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import NoPlanFitsError
@@ -97,6 +97,7 @@ from lightning_topt.plugins.searched_plan import (
     search_stages,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.technique import has_unsharded_gradients
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _NOTHING_FITS = f"{NoPlanFitsError.__name__}: "
@@ -128,7 +129,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     are optimizers. What cannot be planned runs as ``ddp`` does, with a warning, unless it
     `must_be_planned`.
     """
-    if request.needs_batch and trainer.lightning_module.automatic_optimization:
+    if request.needs_batch:
         trainer.fit_loop.setup_data()  # draws as it does under ddp
     # Planning draws random numbers, and training goes on as if it had not.
     with isolate_rng():
@@ -158,10 +159,9 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
                 "module as one block"
             )
         if is_one or not request.is_by_block:
-            mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
-            given = preset_plan(given.preset, mesh=mesh)
+            given = _unseen(given, given.mesh(world_size, num_nodes=trainer.num_nodes), module)
     if not module.automatic_optimization:
-        _check_manual(given)
+        _check_manual(given, request)
     # A complete plan.
     if isinstance(given, ParallelPlan):
         given.check_world_size(world_size)
@@ -174,7 +174,7 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     if given is not None:  # what can be refused on every rank, before it is traced
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
         if isinstance(given, UniformPlan):
-            preset = preset_plan(given.preset, mesh=mesh)
+            preset = _unseen(given, mesh, module)
             fit = Fit(trainer, only_replicated=request.only_replicated)
             on_every_rank(partial(_check_features, preset, request, fit))
     try:
@@ -250,7 +250,8 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
         elif isinstance(given, PipelinePlan):
             plan = yield from _of_stages(given, request, trainer, batch)
         else:
-            splits = given is not None or not request.keeps_parameters_whole
+            is_automatic = trainer.lightning_module.automatic_optimization
+            splits = given is not None or (is_automatic and not request.keeps_parameters_whole)
             step = trace_step(request, trainer, batch, splits=splits)
             planning = yield from (
                 search_mesh(request, step, given)
@@ -278,15 +279,23 @@ def _of_blocks(
                 f"{error} Or leave '+recompute' out of the plan, whose blocks have to be seen."
             ) from error
         rank_zero_warn(
-            "topt: the blocks were not seen, so the plan stores the whole module as one: "
-            f"{one_line(error)}"
+            "topt: the blocks were not seen, so the plan stores the whole module as one (its "
+            f"children, under manual optimization): {one_line(error)}"
         )
-        return preset_plan(given.preset, mesh=mesh)
+        return _unseen(given, mesh, trainer.lightning_module)
     plan = given.of(step.traced, mesh)
     _check_features(plan, request, step)
     if given.recompute:
         say_what_stays(step.traced)
     return plan
+
+
+def _unseen(given: UniformPlan, mesh: Mesh, module: pl.LightningModule) -> ParallelPlan:
+    # A plan by name for a step that was not seen: the module is one block. Under manual
+    # optimization its children are blocks, since what is in none stays whole.
+    is_manual = optimizes_manually(module)
+    blocks = child_blocks(module) if is_manual else ()
+    return preset_plan(given.preset, mesh=mesh, blocks=blocks, is_manual=is_manual)
 
 
 def _of_stages(
@@ -600,13 +609,18 @@ def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
         )
 
 
-def _check_manual(given: GivenPlan | None) -> None:
+def _check_manual(given: GivenPlan | None, request: PlanRequest) -> None:
     # Raise an error for what was asked of a step that decides itself when it updates
-    if not (isinstance(given, ParallelPlan) and given.keeps_gradients_whole) or given.schedule:
+    if request.changes_exchange or request.stale.allowed:
         raise PlanError(
-            "manual optimization runs under the plans 'ddp' and 'zero1' only, since its steps "
-            "cannot be seen in advance: leave out memory_limit, objective, cluster and "
-            "allow_compression, or use automatic optimization"
+            "plans with compressed or stale gradients need automatic optimization: leave out "
+            "allow_compression and allow_staleness (strategy='topt_compressed' compresses here)"
+        )
+    root = given.configs.get("") if isinstance(given, ParallelPlan) else None
+    if root is not None and not has_unsharded_gradients(root):
+        raise PlanError(
+            "under manual optimization what is in no block of a plan stays whole: give the block "
+            "'' level 0 or 1 in the plan, or name a plan (plan='zero3')"
         )
 
 

@@ -231,6 +231,20 @@ def _sparse_table(fit: Fit) -> str | None:
     return None
 
 
+def _needs_ddp(fit: Fit) -> bool:
+    # In steps of manual optimization FSDP2 needs no word for parameters without a gradient.
+    strategy = fit.trainer.strategy
+    finds_unused = {*getattr(strategy, "_ddp_kwargs", ())} == {"find_unused_parameters"}
+    has_hook = getattr(strategy, "_ddp_comm_hook", None) is not None
+    is_met = finds_unused and not has_hook and not fit.module.automatic_optimization
+    return fit.only_replicated and not is_met
+
+
+def _unused(fit: Fit) -> tuple[str, ...]:
+    # Which parameters a step of automatic optimization gives no gradient
+    return () if fit.graph is None or fit.graph.is_manual else fit.graph.unused
+
+
 def _own_tensor(fit: Fit) -> str | None:
     kinds = ((name, type(parameter.data)) for name, parameter in fit.sharded())
     return next((f"{name!r} is a {kind.__name__}" for name, kind in kinds if kind != Tensor), None)
@@ -299,7 +313,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         (SHARDED,),
         "options of DistributedDataParallel were given, and sharded plans do not run it",
-        lambda fit: fit.only_replicated,
+        _needs_ddp,
     ),
     Requirement(
         (SHARDED,),
@@ -347,7 +361,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         (SHARDED,),
         "the step gives {} no gradient, which only DistributedDataParallel sees and answers",
-        lambda fit: next(filter(fit.would_shard, fit.graph.unused if fit.graph else ()), None),
+        lambda fit: next(filter(fit.would_shard, _unused(fit)), None),
     ),
     Requirement(
         (SHARDED,),
@@ -398,6 +412,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         (SHARDED,), "callback {} prunes parameters", lambda fit: fit.callback(ModelPruning)
     ),
     # ---- steps that other ranks run as well
+    Requirement(
+        (SLICES, *_TOGETHER),
+        "training_step runs backward passes and updates itself (manual optimization)",
+        lambda fit: not fit.module.automatic_optimization,
+    ),
     Requirement(
         _TOGETHER,
         "{}.backward may do more with the loss than to differentiate it",

@@ -382,6 +382,8 @@ def search_all(request: PlanRequest, step: Fit) -> Questions[Planning]:
         no_tensor_axes = no_stages = (
             'only the exchange of gradients is searched (plan="search" searches all)'
         )
+    elif search.graph.is_manual:
+        no_tensor_axes = no_stages = "training_step optimizes manually"
     elif step.trace is None:
         no_tensor_axes = no_stages = "the step reads values of tensors, so that it cannot be split"
     # Tensor axes: whatever goes wrong is the reason why there are none.

@@ -201,12 +201,15 @@ def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None
         if has_buckets(step)
         else 0.0
     )
-    seconds.reduce_foreground += copy
-    seconds.reduce_foreground += step.copied_seconds(block) if has_buckets(step) else 0.0
-    seconds.reduce_last += 0.0 if step.gradient_views else copy
+    # each backward pass of manual optimization averages all buckets
+    passes = step.graph.manual_passes or 1
+    copied = step.copied_seconds(block) if has_buckets(step) else 0.0
+    seconds.reduce_foreground += passes * (copy + copied)
+    seconds.reduce_last += 0.0 if step.gradient_views else passes * copy
     if step.exchange is None and step.local_steps is None:
         size = sum(map(gradient_bytes, step.parameters(block)))
         all_reduce = [step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes)]
+        all_reduce *= passes
         add_exchange(seconds, step, step.seconds_of(all_reduce), waits=step.waits_of(all_reduce))
 
 

@@ -23,6 +23,11 @@ others (`float32_gathers`). What the step reads otherwise (tables, tied heads), 
 times, whose gradients add up in float32, vectors, and weights of recurrent layers are gathered in
 float32. Inputs of blocks are not cast.
 
+[Note: manual optimization] A step that optimizes manually runs backward passes and updates inside
+of the root's forward. FSDP2 gathers blocks anew for each of them, and releases them after it; the
+root would stay gathered through updates. So loose parameters stay whole there, with shared states
+at most.
+
 Frozen parameters have no gradient and no state to shard. At level 2 every rank keeps them whole, so
 that nothing of them travels; level 3 shards them with all others.
 """
@@ -110,6 +115,8 @@ class FsdpTechnique(Technique):
             return []
         # FSDP2's root is needed until the end of the step: releasing its parameters saves nothing.
         levels = (2,) if block.name == ROOT else (2, 3)
+        if block.name == ROOT and step.graph.is_manual:
+            return []
         parameters = step.parameters(block.name)
         if block.name != ROOT and parameters and not any(p.trainable for p in parameters):
             levels = (3,)  # level 2 would be as level 0: there is nothing to shard

@@ -383,21 +383,25 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.sharded) if step.on_gloo else 0.0
     out += hooks
     gathers = [each for each in collectives if each.op == "all_gather"]
+    # each call of a block by itself in a step that optimizes manually
+    calls = step.graph.calls_of[block.name] if step.graph.is_manual else 1
+    out *= calls
     for when, each in enumerate(gathers):
-        gather = step.seconds_of([each])
+        gather = step.seconds_of([each] * calls)
         # nothing runs beside the root's, which comes first
         hidden = beside if block.name != ROOT or when else 0.0
         seconds.gather_foreground[when] += (1 - hidden) * gather + (out if gather else 0.0)
         seconds.gather_background[when] += hidden * gather
     # reduction
-    reduce = step.seconds_of(each for each in collectives if each.op != "all_gather")
+    reduce = step.seconds_of([each for each in collectives if each.op != "all_gather"] * calls)
     taken = reduced_bytes(
         flat=block.flat_gradients, shards=block.gradient_shards, workspace=block.workspace
     )
-    reduce += step.taken_seconds(taken)
-    copied = step.copy_seconds(sum(map(gradient_bytes, block.parameters)))  # into the flat buffer
+    reduce += calls * step.taken_seconds(taken)
+    # into the flat buffer
+    copied = calls * step.copy_seconds(sum(map(gradient_bytes, block.parameters)))
     seconds.reduce_foreground += (
-        (1 - beside) * reduce + copied + (hooks if block.trainable else 0.0)
+        (1 - beside) * reduce + copied + (calls * hooks if block.trainable else 0.0)
     )
     seconds.reduce_background += beside * reduce
     # update of shards, and of what a rank owns

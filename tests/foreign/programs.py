@@ -11,6 +11,7 @@ from tests.foreign import (  # noqa: F401  (fill the shelves)
     classics,
     once,
     once_collectives,
+    once_manual,
     once_modes,
     once_optimizers,
     once_public,

@@ -63,11 +63,10 @@ NOT_SHARED = frozenset(
         *("sam", "optimizer_inside", "own_list_of_parameters"),
         # step hooks, sparse gradients, fewer steps than are measured
         *("hooks_of_the_optimizer", "extragradient"),
-        *("sparse_embeddings", "accumulation_cut_by_epochs"),
+        *("sparse_embeddings", "accumulation_cut_by_epochs", "manual_accumulates"),
+        "manual_searcheslines",
     ]
 )
-MANUAL = "manual optimization runs under the plans 'ddp' and 'zero1' only"
-UNPLANNED = "manual optimization cannot be planned"
 # What cannot be tried before the fit, and a part of the sentence.
 UNTRACED = {
     # made by a hook of training, which comes after planning
@@ -80,9 +79,9 @@ UNTRACED = {
 UNTRIED = {"own_list_of_parameters": "a trial step of OwnList failed"}
 # Refused under every plan that shards parameters, and a part of the sentence.
 REFUSED: dict[str, str] = {
-    "two_optimizers_by_hand": MANUAL,
     "step_that_ranks_agree_on": "shared between ranks",
     "closure_asked_by_lbfgs": "LBFGS takes them for one",
+    "manual_searcheslines": "LBFGS takes them for one",
     "sparse_embeddings": "'table' has sparse gradients",
     **dict.fromkeys(("scalar_parameter", "clip"), "has no dimension to shard"),
     "average_from_fit_start": "deepcopy",
@@ -90,6 +89,7 @@ REFUSED: dict[str, str] = {
     "norms_gathered_before_the_step": "c10d.allgather_",
     "rows_bounded": "aten.renorm.default",
     "penalty_on_gradients": "the graph has the gathered one in its place",
+    "manual_vqgan_adaptive": "the graph has the gathered one in its place",
     "statistics_of_weights": ".numpy() is not supported",
     "replay_of_an_environment": "aten.copy_.default meets a parameter in shards",
     "hooks_on_parameters": "register_post_accumulate_grad_hook",
@@ -103,18 +103,17 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
     # nothing but DDP runs them, of which every plan needs more
     limited: {
         **UNTRACED,
-        "two_optimizers_by_hand": UNPLANNED,
         **dict.fromkeys(
             (
                 *("gradients_kept_by_the_optimizer", "lookahead", "step_that_ranks_agree_on"),
                 *("sam", "steps_skipped_by_the_optimizer", "sparse_embeddings"),
-                *("closure_asked_by_lbfgs", "optimizer_inside"),
+                *("closure_asked_by_lbfgs", "optimizer_inside", "manual_searcheslines"),
             ),
             "no plan fits",
         ),
         **UNTRIED,
     },
-    full: {**UNTRACED, "two_optimizers_by_hand": UNPLANNED, **UNTRIED},
+    full: {**UNTRACED, **UNTRIED},
 }
 # They note what the machinery of shards does (docs/concepts/sharding_and_your_code.md): addresses,
 # or that rank 0 alone has the whole state in a checkpoint.

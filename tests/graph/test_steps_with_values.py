@@ -108,9 +108,9 @@ def test_steps_that_depend_on_values(module: Any) -> None:
 
 
 def test_what_real_tensors_cannot_help() -> None:
-    manual, frozen, lazy = Net(), Net().requires_grad_(False), Net()
-    manual.automatic_optimization, lazy.net = False, nn.LazyLinear(8)
-    for module in (manual, frozen, lazy):
+    silent, frozen, lazy = Net(), Net().requires_grad_(False), Net()
+    silent.automatic_optimization, lazy.net = False, nn.LazyLinear(8)  # calls no `manual_backward`
+    for module in (silent, frozen, lazy):
         with pytest.raises(CaptureError) as caught:
             capture(module, X)
         assert not may_need_values(caught.value)

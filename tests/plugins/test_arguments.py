@@ -215,31 +215,28 @@ def test_a_margin_follows_from_the_cluster_and_the_confidence() -> None:
     assert AutoParallelStrategy(equal_within=0.0).request.difference_on(machines) == 0.0
 
 
-def needed(rank: int, usable: list[float], automatic: bool, views: bool) -> tuple[bool, str]:
+def needed(rank: int, usable: list[float], views: bool) -> tuple[bool, str]:
     module, said = GPT(), list[str]()
-    module.automatic_optimization = automatic
     size = sum(parameter.nbytes for parameter in module.parameters())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_request, "usable_memory_bytes", lambda *_, **__: usable[rank] * size)
         patch.setattr(plan_request, "rank_zero_info", said.append)
-        patch.setattr(plan_request, "rank_zero_warn", said.append)
         request = plan_request.PlanRequest(gradients_are_views=views)
         cpu = torch.device("cpu")
         return plan_request.needs_plan(request, module, cpu, ranks=2), "".join(said)
 
 
 @pytest.mark.parametrize(
-    ("usable", "automatic", "views", "needs", "says"),
+    ("usable", "views", "needs", "says"),
     [
-        ([5.0, 5.0], True, False, False, ""),  # parameters, gradients, buckets, two moments
-        ([4.9, 4.9], True, False, True, "more than a rank may use: a plan is searched"),
-        ([5.0, 4.9], True, False, True, "a plan is searched"),
-        ([4.0, 4.0], True, True, False, ""),
-        ([4.9, 4.9], False, False, False, "memory may run out. Manual optimization"),
+        ([5.0, 5.0], False, False, ""),  # parameters, gradients, buckets, two moments
+        ([4.9, 4.9], False, True, "more than a rank may use: a plan is searched"),
+        ([5.0, 4.9], False, True, "a plan is searched"),
+        ([4.0, 4.0], True, False, ""),
     ],
 )
 def test_what_cannot_fit_under_ddp_needs_a_plan_on_all_ranks(
-    usable: list[float], automatic: bool, views: bool, needs: bool, says: str
+    usable: list[float], views: bool, needs: bool, says: str
 ) -> None:
-    for found, said in on_ranks(needed, usable, automatic, views):
+    for found, said in on_ranks(needed, usable, views):
         assert found == needs and says in said and bool(says) == bool(said)

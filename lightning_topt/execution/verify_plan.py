@@ -47,7 +47,7 @@ from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.module_copy import fake_copy
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
+from lightning_topt.graph.op_graph import OpGraph, module_fingerprint
 from lightning_topt.graph.step_flow import assign_calls
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.pieces import Piece
@@ -238,16 +238,7 @@ def _one_line(error: ValueError) -> str:
 def _module_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
     configs, name = plan.configs, type(module).__name__
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    described = [
-        (n, tuple(p.shape), str(p.dtype).removeprefix("torch."))
-        for n, p in module.named_parameters()
-    ]
-    if plan.fingerprint not in (None, model_fingerprint(name, described)):
-        yield (
-            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
-            f"parameter names, shapes or dtypes of this {name} differ; make a new plan, or remove "
-            "'fingerprint' from the plan"
-        )
+    yield from _raised(lambda: plan.check_model(name, module_fingerprint(module)))
     if not any(parameter.requires_grad for parameter in parameters.values()):
         yield f"{name} has no trainable parameters, so there is nothing to train"
     yield from _raised(lambda: check_blocks(configs, module, made_for=plan.model))

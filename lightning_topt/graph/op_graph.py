@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from lightning_topt.basics import once_per_object
 
@@ -225,6 +226,13 @@ def model_fingerprint(model: str, parameters: Iterable[tuple[str, tuple[int, ...
     )
     # 64 bits, as text
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def module_fingerprint(module: nn.Module) -> str:
+    """Return the `model_fingerprint` of a module, which is that of its graph."""
+    named = module.named_parameters()
+    parameters = ((n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named)
+    return model_fingerprint(type(module).__name__, parameters)
 
 
 def _moved(item: Item, block: str) -> Item:

@@ -141,12 +141,7 @@ def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
     # The request with a graph that has the blocks of the plan
     graph = request.graph
     # another model: its blocks would be found by name and priced all the same
-    if plan.fingerprint is not None and plan.fingerprint != graph.fingerprint:
-        raise PlanError(
-            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
-            f"parameter names, shapes or dtypes of this {graph.model} differ; give the model that "
-            "it is for, or remove 'fingerprint' from the plan"
-        )
+    plan.check_model(graph.model, graph.fingerprint)
     # the same blocks: nothing to do
     known = {block.name: block for block in graph.blocks}
     if set(known) == set(plan.configs):

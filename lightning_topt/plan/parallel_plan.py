@@ -218,6 +218,15 @@ class ParallelPlan:
                 f"{self.mesh.size} ranks (devices x num_nodes) or make a plan for {world_size}"
             )
 
+    def check_model(self, name: str, fingerprint: str) -> None:
+        """Raise PlanError unless the plan is for the model of that class name and fingerprint."""
+        if self.fingerprint not in (None, fingerprint):
+            raise PlanError(
+                f"the plan was made for another model ({self.model or 'of another kind'}): class "
+                f"name, parameter names, shapes or dtypes of this {name} differ. Make a new plan, "
+                "or remove 'fingerprint' from the plan to run it all the same"
+            )
+
     @cached_property
     def _gathers(self) -> bool:
         return any(config.storage.level >= 2 for config in self.configs.values())

@@ -55,7 +55,7 @@ from lightning_topt.graph.errors import (
 )
 from lightning_topt.graph.manual_steps import optimizes_manually
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
+from lightning_topt.graph.op_graph import OpGraph, module_fingerprint
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import (
     ParallelPlan,
@@ -165,7 +165,7 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     # A complete plan.
     if isinstance(given, ParallelPlan):
         given.check_world_size(world_size)
-        _check_model(given, module)
+        given.check_model(type(module).__name__, module_fingerprint(module))
         asks = given.leaves_gathers and trainer.precision in MIXED
         if given.schedule is not None or given.brings_batches or asks:
             given = ParallelPlan.from_dict(on_rank_0(partial(_as_seen, given, request, trainer)))
@@ -593,20 +593,6 @@ def _check_features(plan: ParallelPlan, request: PlanRequest, fit: Fit) -> None:
     if plan.schedule in CONTINUOUS_SCHEDULES:
         check_flight(plan, fit.trainer)
     check_exchange_of_run(plan, fit.trainer, request)
-
-
-def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
-    name = type(module).__name__
-    parameters = [
-        (n, tuple(p.shape), str(p.dtype).removeprefix("torch."))
-        for n, p in module.named_parameters()
-    ]
-    if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):
-        raise PlanError(
-            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, "
-            f"parameter names, shapes or dtypes of this {name} differ. Make a new plan, or remove "
-            "'fingerprint' from the plan to run it all the same"
-        )
 
 
 def _check_manual(given: GivenPlan | None, request: PlanRequest) -> None:

@@ -2,8 +2,8 @@
 runs as often, and losses, states and what the programs note are equal.
 
 The environment variable ONCE takes some programs by their names, or "all" under every strategy;
-otherwise two programs of three run by default, and every second one, and each that is refused, meets
-one of the plans that are asked for.
+otherwise two programs of three run by default, and every second one, and each that is refused,
+meets one of the plans that are asked for.
 """
 
 from __future__ import annotations

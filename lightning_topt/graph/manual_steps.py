@@ -62,8 +62,8 @@ class ManualSteps:
         losses = [loss for loss in self.losses if loss.requires_grad]
         if not losses:
             raise CaptureError(
-                "the first training_step called manual_backward with no loss that depends on "
-                f"trainable parameters, so no backward pass was seen. {WAY_OUT}"
+                "the first training_step gave manual_backward no loss that depends on trainable "
+                f"parameters, so no backward pass was seen (loss.backward() is not). {WAY_OUT}"
             )
         return torch.stack([loss.float().sum() for loss in losses]).sum()
 
@@ -99,8 +99,11 @@ class ManualSteps:
     def _all(self) -> list[ManualOptimizer]:
         if self._made is None:
             made = tree_leaves(self._copied.configure_optimizers())
-            self._made = [ManualOptimizer(each, self) for each in made if _is_optimizer(each)]
-            self._number = sum(isinstance(each, LRScheduler) for each in made)
+            optimizers = (each for each in made if isinstance(each, Optimizer))
+            self._made = [ManualOptimizer(each, self) for each in optimizers]
+            self._rates = [each for each in made if isinstance(each, LRScheduler)]
+            for scheduler in self._rates:
+                vars(scheduler)["step"] = lambda *_, **__: None
         return self._made
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
@@ -109,12 +112,7 @@ class ManualSteps:
 
     def _schedulers(self) -> Any:
         self._all()
-        found = [_Scheduler() for _ in range(self._number)]
-        return found[0] if len(found) == 1 else found or None
-
-
-def _is_optimizer(value: object) -> bool:
-    return isinstance(value, Optimizer)
+        return self._rates[0] if len(self._rates) == 1 else self._rates or None
 
 
 class ManualOptimizer:
@@ -144,12 +142,3 @@ class ManualOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
-
-
-class _Scheduler:
-    """Stands for a scheduler of learning rates, which stay as they are."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: [0.0]

@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -126,10 +125,10 @@ class OpGraph:
         """Whether the step optimizes manually."""
         return self.manual_passes > 0
 
-    @cached_property
-    def calls_of(self) -> Counter[str]:
-        """How often each module is called."""
-        return Counter(call.module for call in self.step.calls)
+    def calls_of(self, module: str) -> tuple[int, int]:
+        """Return how often a module is called, and how many of its calls have a backward pass."""
+        calls = [call.needs_grad for call in self.step.calls if call.module == module]
+        return len(calls), sum(calls)
 
     @cached_property
     def timeline(self) -> tuple[Segment, ...]:

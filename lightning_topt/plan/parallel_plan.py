@@ -434,11 +434,12 @@ def preset_plan(
 ) -> ParallelPlan:
     """Return the plan that stores everything as `preset` says on `mesh`.
 
-    `blocks` and `recompute` as in `uniform_plan`. Under manual optimization what is in no block
-    keeps whole gradients ([Note: manual optimization] in `techniques.fsdp`).
+    `blocks` and `recompute` as in `uniform_plan`. Under manual optimization blocks of level 2 have
+    level 3, and the rest keeps whole gradients ([Note: manual optimization] in `techniques.fsdp`).
     """
     storage = root = preset.storage(mesh)
     if is_manual and preset.level > 1:
+        storage = dataclasses.replace(preset, level=3).storage(mesh)
         root = PRESETS["zero1"].storage(mesh)
     named = tuple(
         BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name

@@ -304,6 +304,7 @@ class AutoParallelStrategy(DataParallelHooks):
             # what traces and searches is imported where a plan is made
             from lightning_topt.plugins.planning import decide_plan, example_batch  # noqa: PLC0415
 
+            self.optimizers = []  # those of an earlier fit are not of the step that is traced
             made = decide_plan(self.request, trainer)
             seconds = perf_counter() - start
             self._run.know(made.plan, made.planned_by, seconds, planning=made.planning)

@@ -97,7 +97,6 @@ from lightning_topt.plugins.searched_plan import (
     search_stages,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.technique import has_unsharded_gradients
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _NOTHING_FITS = f"{NoPlanFitsError.__name__}: "
@@ -284,6 +283,11 @@ def _of_blocks(
         )
         return _unseen(given, mesh, trainer.lightning_module)
     plan = given.of(step.traced, mesh)
+    if step.traced.is_manual and given.preset.level > 1 and plan.keeps_gradients_whole:
+        rank_zero_warn(
+            "topt: nothing is sharded but states of the optimizers: the step reads or writes "
+            "parameters of all modules itself, or calls none of them"
+        )
     _check_features(plan, request, step)
     if given.recompute:
         say_what_stays(step.traced)
@@ -602,11 +606,13 @@ def _check_manual(given: GivenPlan | None, request: PlanRequest) -> None:
             "plans with compressed or stale gradients need automatic optimization: leave out "
             "allow_compression and allow_staleness (strategy='topt_compressed' compresses here)"
         )
-    root = given.configs.get("") if isinstance(given, ParallelPlan) else None
-    if root is not None and not has_unsharded_gradients(root):
+    blocks = given.blocks if isinstance(given, ParallelPlan) else ()
+    levels = [(block.block, block.config.storage.level) for block in blocks]
+    if any(level == 2 or (level == 3 and not name) for name, level in levels):
         raise PlanError(
-            "under manual optimization what is in no block of a plan stays whole: give the block "
-            "'' level 0 or 1 in the plan, or name a plan (plan='zero3')"
+            "under manual optimization what is in no block of a plan stays whole, and blocks have "
+            "no level 2: give the block '' level 0 or 1 and the others 0, 1 or 3, or name a plan "
+            "(plan='zero3')"
         )
 
 

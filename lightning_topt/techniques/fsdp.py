@@ -24,9 +24,9 @@ times, whose gradients add up in float32, vectors, and weights of recurrent laye
 float32. Inputs of blocks are not cast.
 
 [Note: manual optimization] A step that optimizes manually runs backward passes and updates inside
-of the root's forward. FSDP2 gathers blocks anew for each of them, and releases them after it; the
-root would stay gathered through updates. So loose parameters stay whole there, with shared states
-at most.
+of the root's forward. What stays gathered after a forward misses updates, and whether a gradient is
+wanted. So blocks have level 3, which gathers for each call anew. Loose parameters stay whole, with
+shared states at most.
 
 Frozen parameters have no gradient and no state to shard. At level 2 every rank keeps them whole, so
 that nothing of them travels; level 3 shards them with all others.
@@ -114,9 +114,9 @@ class FsdpTechnique(Technique):
         if not step.optimizer.elementwise or step.exchange is not None or block.name in step.tied:
             return []
         # FSDP2's root is needed until the end of the step: releasing its parameters saves nothing.
-        levels = (2,) if block.name == ROOT else (2, 3)
-        if block.name == ROOT and step.graph.is_manual:
-            return []
+        levels: tuple[int, ...] = (2,) if block.name == ROOT else (2, 3)
+        if step.graph.is_manual:  # see [Note: manual optimization]
+            levels = () if block.name == ROOT else (3,)
         parameters = step.parameters(block.name)
         if block.name != ROOT and parameters and not any(p.trainable for p in parameters):
             levels = (3,)  # level 2 would be as level 0: there is nothing to shard

@@ -383,14 +383,15 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.sharded) if step.on_gloo else 0.0
     out += hooks
     gathers = [each for each in collectives if each.op == "all_gather"]
-    # each call of a block by itself in a step that optimizes manually
-    calls = step.graph.calls_of[block.name] if step.graph.is_manual else 1
-    out *= calls
-    for when, each in enumerate(gathers):
-        gather = step.seconds_of([each] * calls)
+    # forward and backward of each call by itself in a step that optimizes manually
+    graph = step.graph
+    passes = graph.calls_of(block.name) if graph.is_manual else (1, 1)
+    calls = passes[1]
+    for when, (each, count) in enumerate(zip(gathers, passes, strict=False)):
+        gather = step.seconds_of([each] * count)
         # nothing runs beside the root's, which comes first
         hidden = beside if block.name != ROOT or when else 0.0
-        seconds.gather_foreground[when] += (1 - hidden) * gather + (out if gather else 0.0)
+        seconds.gather_foreground[when] += (1 - hidden) * gather + (count * out if gather else 0)
         seconds.gather_background[when] += hidden * gather
     # reduction
     reduce = step.seconds_of([each for each in collectives if each.op != "all_gather"] * calls)

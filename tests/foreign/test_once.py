@@ -115,6 +115,8 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
     },
     full: {**UNTRACED, **UNTRIED},
 }
+# By hand they read or write all weights outside of modules, which keeps these whole.
+KEPT_WHOLE = frozenset(["manual_dqn", "manual_averages", "manual_sharpness"])
 # They note what the machinery of shards does (docs/concepts/sharding_and_your_code.md): addresses,
 # or that rank 0 alone has the whole state in a checkpoint.
 COUNTS_MACHINERY = frozenset(
@@ -246,9 +248,9 @@ def test_what_is_asked_is_equal_to_ddp_or_refused(
     if strategy is limited:
         just_below_ddp(monkeypatch)
     names, known = chosen(strategy), refusals(strategy)
-    ran = check(compare_counts(names, strategy, among=chosen(default)), known)
+    ran = check(compare_counts(names, strategy, among=names), known)
     level = {zero3: 3, zero3_again: 3, limited: 0, full: 0}[strategy]
     low = {name for name, ranks in ran.items() if ranks[0].topt.level < level}
-    assert not low, "sharded less than was asked"
+    assert low <= KEPT_WHOLE, "sharded less than was asked"
     if strategy is limited:
         assert not {name for name, ranks in ran.items() if ranks[0].topt.is_plain}

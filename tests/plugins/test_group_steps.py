@@ -283,9 +283,7 @@ ACCUMULATED = {**CLIPPED, "accumulate_grad_batches": 2}
     "case",
     [
         Case(2, plan(1, recompute=True), CLIPPED),
-        pytest.param(
-            Case(4, plan(2, "zero1"), ONCE | ACCUMULATED), marks=pytest.mark.thorough
-        ),
+        pytest.param(Case(4, plan(2, "zero1"), ONCE | ACCUMULATED), marks=pytest.mark.thorough),
         Case(2, staged_plan(1, recompute=True), relative=1e-6),
         Case(4, staged_plan(2, storage="zero1"), ACCUMULATED, relative=1e-6),
     ],

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -29,6 +30,15 @@ class Wide(Both):
             )
             for outputs in (8, 1)
         )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.net(batch)  # before it is decided whose gradients are wanted
+        super().training_step(batch, batch_idx)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, *args, **kwargs)
+        with torch.no_grad():  # before the update
+            self.critic(self.net(torch.ones(2, 8)))
 
 
 class Kept(L.Callback):
@@ -77,7 +87,7 @@ def plain() -> DDPStrategy:
     return DDPStrategy(find_unused_parameters=True)
 
 
-@pytest.mark.parametrize("plan", ["zero3"])
+@pytest.mark.parametrize("plan", ["zero2", "zero3+recompute"])
 def test_parameters_and_states_are_in_shards(plan: str, tmp_path: Path) -> None:
     on_ranks(check_shards, plan, str(tmp_path))
 

@@ -1,6 +1,4 @@
-"""Overlap, stragglers, the choice of dense, counted bytes, the debug check, bad input, dead
-peers.
-"""
+"""Overlap, stragglers, the choice of dense, counted bytes, debugging, bad input, dead peers."""
 
 from __future__ import annotations
 

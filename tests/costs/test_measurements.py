@@ -1,6 +1,4 @@
-"""Measurements are made once per set-up, are the same on all ranks, and never cost more than a
-warning.
-"""
+"""Measurements are made once per set-up, equal on all ranks, and cost at most a warning."""
 
 from __future__ import annotations
 

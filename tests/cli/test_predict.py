@@ -93,17 +93,7 @@ def test_a_plan_of_another_model(topt, tmp_path):
 # ---- recorded runs -------------------------------------------------------------------------------
 
 
-def record(
-    folder,
-    number,
-    *,
-    compute,
-    communication,
-    measured,
-    cluster="lab",
-    peak=1.02,
-    ranks=2,
-):
+def record(folder, number, *, compute, communication, measured, cluster="lab", peak=1.02, ranks=2):
     """A run.json of a run whose memory was `peak` times what was predicted."""
     predicted = {
         "step_seconds": compute + communication,

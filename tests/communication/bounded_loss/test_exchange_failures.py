@@ -18,10 +18,7 @@ import numpy as np
 import pytest
 
 from lightning_topt.communication.bounded_loss.delivery import PeerSilentError
-from lightning_topt.communication.bounded_loss.exchange import (
-    BoundedLossExchange,
-    open_endpoint,
-)
+from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange, open_endpoint
 from lightning_topt.communication.bounded_loss.messages import KINDS
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import SECONDS, exchanges, step, whole_numbers

@@ -63,9 +63,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def rewrite_tests(config: pytest.Config) -> None:
-    """Compile the test files as pytest does, where that was not done: each process of ``-n`` would
-    do it for itself.
-    """
+    """Compile the test files as pytest does: each process of ``-n`` would do it for itself."""
     state = config.stash[rewrite.assertstate_key]
     for path in [] if sys.dont_write_bytecode else Path(__file__).parent.rglob("test_*.py"):
         folder = rewrite.get_cache_dir(path)
@@ -142,9 +140,7 @@ def pools_of_ranks_end_with_their_module(request: pytest.FixtureRequest) -> Iter
 
 @pytest.fixture(autouse=True, scope="session")
 def measurements_are_kept_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tests of a session, in whatever process, share measurements of this machine, and leave
-    the user's alone.
-    """
+    """The tests of a session share measurements of this machine, and leave the user's alone."""
     session = tmp_path_factory.getbasetemp()
     caches = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "caches"
     caches.mkdir(mode=0o700, exist_ok=True)
@@ -168,9 +164,7 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Let this process compute with one thread, as ranks do, for tests that compare bit for bit
-    with it.
-    """
+    """Let this process compute with one thread, as ranks do, to compare bit for bit with it."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,6 +1,4 @@
-"""The one way tests start ranks: processes on gloo with a file store, hard timeouts, errors carried
-back.
-"""
+"""The one way tests start ranks: on gloo with a file store, timeouts, errors carried back."""
 
 from __future__ import annotations
 

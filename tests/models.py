@@ -1,6 +1,4 @@
-"""Small LightningModules that the tests share. Each has `training_step` and `configure_optimizers`;
-see `batch_for`.
-"""
+"""Small LightningModules that the tests share; see `batch_for`."""
 
 from __future__ import annotations
 
@@ -121,9 +119,7 @@ class TunedGPT(GPT):
 
 
 class ConvNet(L.LightningModule):
-    """Plain chain of leaf modules for images (batch, 1, 8, 8) with labels (batch,), and a
-    torchmetrics accuracy.
-    """
+    """A chain of leaf modules for images (batch, 1, 8, 8) with labels; a torchmetrics accuracy."""
 
     def __init__(self, channels: int = 8, classes: int = 10) -> None:
         super().__init__()
@@ -155,9 +151,7 @@ class ConvNet(L.LightningModule):
 
 
 class MLP(L.LightningModule):
-    """Linear and ReLU in a Sequential; a batch is one tensor (batch, widths[0]); `training_step`
-    takes only it.
-    """
+    """Linear and ReLU in a Sequential; `training_step` takes a batch alone: (batch, widths[0])."""
 
     def __init__(self, widths: tuple[int, ...] = (16, 64, 32, 8)) -> None:
         super().__init__()
@@ -174,9 +168,7 @@ class MLP(L.LightningModule):
 
 
 class Branching(L.LightningModule):
-    """Python control flow: loops, branches on shapes and on a flag, a module that is never
-    called.
-    """
+    """Python control flow: loops, branches on shapes and a flag, a module that is not called."""
 
     def __init__(self, width: int = 8, repeats: int = 3, deep: bool = True) -> None:
         super().__init__()

@@ -119,9 +119,7 @@ os._exit(status)
 
 
 def preloaded_python() -> str:
-    """Return the path of the executable; the first call of a test run starts its server, which all
-    processes share.
-    """
+    """Return the path of the executable; the first call of a test run starts its server."""
     if ADDRESS not in os.environ:
         start_server()
     return os.environ[ADDRESS]
@@ -133,9 +131,7 @@ def preloaded_topt() -> str:
 
 
 def start_server() -> None:
-    """Start a server, which imports when it is first asked and ends with this process, and note
-    where it is.
-    """
+    """Start a server, which imports when first asked and ends with this process; note where."""
     folder = tempfile.TemporaryDirectory(prefix="preloaded")
     address, executable = Path(folder.name) / "server", Path(folder.name) / "python"
     names = {"python": sys.executable, "high": HIGH, "forwarded": [*map(int, FORWARDED)]}

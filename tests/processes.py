@@ -33,17 +33,13 @@ def wait_for_end(pid: int, *, seconds: float = 20) -> bool:
 
 
 def halt(pid: int, number: int) -> None:
-    """Send SIGSTOP or SIGKILL and wait until it has taken effect: a process may answer once more
-    after the call.
-    """
+    """Send SIGSTOP or SIGKILL and wait until it has taken effect, after the call."""
     os.kill(pid, number)
     wait_until(lambda: not runs(pid))
 
 
 def runs(pid: int) -> bool:
-    """Whether a thread of the process may still do something: is not stopped (T) and not dead (Z,
-    X).
-    """
+    """Whether a thread of the process may still act: is not stopped (T) or dead (Z, X)."""
     try:
         threads = [(thread / "stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):  # one has ended: the next look tells

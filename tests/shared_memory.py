@@ -48,9 +48,7 @@ def _held(pid: int) -> set[str]:
 
 
 def opened(process: Path) -> Iterator[str]:
-    """What the descriptors of a process (its folder in /proc) are. Raises OSError where it has
-    ended.
-    """
+    """What the descriptors of a process are. Raises OSError where it has ended."""
     for descriptor in (process / "fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             yield os.readlink(descriptor)

@@ -68,9 +68,7 @@ def test_too_little_text_says_what_to_do():
 
 
 def test_bits_per_byte_is_the_mean_over_all_bytes():
-    """Batches of unequal size count by their bytes; the oracle sums the negative log2
-    probabilities.
-    """
+    """Unequal batches count by their bytes; the oracle sums the negative log2 probabilities."""
     torch.manual_seed(0)
     model = ByteGPT(num_layers=1, hidden=16, num_heads=2, seq_len=8)
     sequences = torch.randint(0, 256, (7, 9), dtype=torch.uint8)

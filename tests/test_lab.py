@@ -1,6 +1,4 @@
-"""The lab of slow links that the benchmarks use. What needs namespaces is skipped where they cannot
-be made.
-"""
+"""The lab of slow links that the benchmarks use; skipped without namespaces."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ def existing() -> str:
 
 
 def start_and_wait(path: str) -> subprocess.Popen[bytes]:
-    """The lab's command with a job that sleeps; returns when its second node is there and has a
-    process.
-    """
+    """The lab's command with a job that sleeps; returns once its second node has a process."""
     command = [sys.executable, "-m", "benchmarks.lab", "--rate", "", "--", path]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

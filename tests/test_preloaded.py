@@ -1,6 +1,4 @@
-"""The preloaded Python runs programs as Python does: arguments, environment, folder, descriptors
-and how they end.
-"""
+"""The preloaded Python runs programs as Python does: arguments, environment, descriptors."""
 
 from __future__ import annotations
 

@@ -116,9 +116,7 @@ def test_rows_of_a_file_are_predicted(predict, tmp_path):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_repeated_blocks_are_the_model_of_that_depth(tensor):
-    """Five layers from three of them, against five that were captured; with the head's tied weights
-    on both stages.
-    """
+    """Five layers from three, against five that were captured; tied weights on both stages."""
     row = changed(SMALL, layers=5, pipeline=1, data=2, tensor=tensor, gpus=2 * tensor)
     machines = cluster("a100_8x8")
     sizes = sizes_of(row, layers=3)

@@ -1,6 +1,4 @@
-"""What `topt` answers without importing Lightning: help, version, wrong commands, shell
-completion.
-"""
+"""What `topt` answers without importing Lightning: help, version, wrong commands, completion."""
 
 from __future__ import annotations
 

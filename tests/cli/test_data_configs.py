@@ -1,6 +1,4 @@
-"""The data configs that wrap another one: composed, made, and their batches are those of what they
-wrap.
-"""
+"""The data configs that wrap another one: their batches are those of what they wrap."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`topt train strategy=topt_compressed`, and the strategy's other ways to start ranks, as users run
-them.
-"""
+"""`topt train strategy=topt_compressed`, and its other ways to start ranks, as users run them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plans with stages from `topt plan`: the option ``pipeline``, meshes with a pipeline axis, and the
-table of stages.
-"""
+"""Plans with stages from `topt plan`: the option, meshes with such an axis, the table of stages."""
 
 from __future__ import annotations
 

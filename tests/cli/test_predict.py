@@ -51,9 +51,7 @@ def topt(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_plan_is_priced_as_it_was_searched(topt, tmp_path, cluster, options):
-    """The search's prediction of the plan that it chose, and that of the same plan with nothing
-    predicted, are one.
-    """
+    """The search's prediction of its plan is that of the same plan with nothing predicted."""
     code, _ = topt("plan", f"cluster={cluster}", *options)
     assert code == 0
     path, out = tmp_path / "plan" / "plan.yaml", tmp_path / "out.yaml"
@@ -95,17 +93,7 @@ def test_a_plan_of_another_model(topt, tmp_path):
 # ---- recorded runs -------------------------------------------------------------------------------
 
 
-def record(
-    folder,
-    number,
-    *,
-    compute,
-    communication,
-    measured,
-    cluster="lab",
-    peak=1.02,
-    ranks=2,
-):
+def record(folder, number, *, compute, communication, measured, cluster="lab", peak=1.02, ranks=2):
     """A run.json of a run whose memory was `peak` times what was predicted."""
     predicted = {
         "step_seconds": compute + communication,
@@ -131,9 +119,7 @@ def record(
 
 @pytest.fixture
 def runs(tmp_path):
-    """Computing takes 1.2 times, links 1.5 times what was predicted; some files are none of
-    these.
-    """
+    """Computing takes 1.2 times, links 1.5 times what was predicted; some files are none."""
     folder = tmp_path / "outputs"
     for number in range(6):
         compute, communication = 1.0 + number, 0.3 * (number % 3)

@@ -43,11 +43,7 @@ def best(folder: Path) -> list[dict[str, Any]]:
 def test_several_clusters_counts_and_batches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "cluster=[a100_8x8,h100_2x8]",
-        "device_counts=[8,32]",
-        "batch_size=[32,64]",
-    ]
+    arguments = ["cluster=[a100_8x8,h100_2x8]", "device_counts=[8,32]", "batch_size=[32,64]"]
     command(tmp_path, *arguments, "work.samples=1e6", "accumulate=1")
     estimates = best(tmp_path)
     kinds = {(e["cluster"], e["devices"], e["batch_size"]) for e in estimates}

@@ -1,6 +1,4 @@
-"""Buckets without DDP: gradients by name, exchanged on ranks of a test, one bucket after the
-other.
-"""
+"""Buckets without DDP: gradients by name, exchanged on ranks of a test, one after another."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def gradients_of(rank: int, step: int, *, dtype: torch.dtype = torch.float32) ->
 
 
 def make_layout(shapes: Mapping[str, Sequence[int]], *, exempt: Sequence[str] = ()) -> BucketLayout:
-    """These parameters one after the other; the same object for the same parameters, as under
-    DDP.
-    """
+    """These parameters one after the other; the same object for the same ones, as under DDP."""
     return _layout(
         tuple(shapes), tuple(torch.Size(shape) for shape in shapes.values()), tuple(exempt)
     )

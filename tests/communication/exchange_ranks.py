@@ -1,6 +1,4 @@
-"""Models, batches and a slow simulation of all ranks in one process, for tests of gradient
-exchanges.
-"""
+"""Models, batches and a slow simulation of all ranks, for tests of gradient exchanges."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ def wrap(
     settings: Mapping[str, Any] | None = None,
     **ddp_options: Any,
 ) -> tuple[DistributedDataParallel, CompressedExchange]:
-    """A DDP model of several small buckets with an exchange; `settings`: as in
-    `ExchangeSettings`.
-    """
+    """A DDP model of several small buckets with an exchange; `settings`: `ExchangeSettings`."""
     ddp_options = {"bucket_cap_mb": 0.005, **ddp_options}
     ddp = DistributedDataParallel(model or make_model(), **ddp_options)
     exchange = CompressedExchange(ddp, method, topology=topology, **(settings or {}))

@@ -1,6 +1,4 @@
-"""A transport that loses what a seed says, in place of datagrams: the sum of what it does not lose,
-by an all-reduce.
-"""
+"""A transport that loses what a seed says: an all-reduce of what it does not lose."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ BLOCK = 16  # elements that are lost together
 
 
 class LossyTransport:
-    """Loses blocks of 16 elements with the probability of `tolerance`, nothing of `exact`; another
-    choice in each start.
-    """
+    """Loses blocks of 16 elements by `tolerance`, none of `exact`; others in each start."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group, self.bytes_sent, self.starts = group, 0, 0

@@ -1,6 +1,4 @@
-"""Gradients by datagrams that may be lost: what arrives, what is held back; on a transport whose
-losses a seed decides.
-"""
+"""Gradients by datagrams that may be lost: what arrives, and what is held back."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def all_lost(exchange: Any, steps: range, rank: int, **options: Any) -> list[dic
 def kept(
     rank: int, world_size: int, nodes: int, options: dict[str, Any]
 ) -> tuple[list[Any], float, float]:
-    """Means of all steps; the largest difference of all that came and is held back from all there
-    was; what is held back.
-    """
+    """Means of all steps; how far what came and is held back is off; what is held back."""
     exchange = lossy(BoundedLoss(tolerance=LOSS, **options), rank, world_size, nodes=nodes)
     means = all_lost(exchange, range(STEPS), rank)
     held, norm = exchange.state_dict()["residual"], exchange.residual_norm()
@@ -93,9 +89,7 @@ def test_what_came_and_what_is_held_back_is_all_there_was(world_size, nodes, opt
 
 
 def parts(rank: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The second step (the first is dense), and what this rank's contribution to it was counted
-    as.
-    """
+    """The second step (the first is dense), and what this rank's part of it was counted as."""
     exchange = lossy(BoundedLoss(tolerance=LOSS, error_feedback=False, **options), rank, 2)
     mean = all_lost(exchange, range(2), rank)[1]
     assert not exchange.state_dict() and exchange.residual_norm() == 0
@@ -116,9 +110,7 @@ def test_without_feedback_a_lost_gradient_counts_as_zero() -> None:
 
 
 def states(rank: int, world_size: int, nodes: int) -> tuple[bool, float]:
-    """A state that is taken before the last step is settled continues alike; a step that is thrown
-    away is held back.
-    """
+    """A state from before the last step is settled goes on alike; a lost step is held back."""
     exchange = lossy(BoundedLoss(tolerance=LOSS), rank, world_size, nodes=nodes)
     all_lost(exchange, range(3), rank)
     state = {

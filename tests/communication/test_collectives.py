@@ -53,9 +53,7 @@ def test_equal_to_torch(world_size: int, n: int, dtype: torch.dtype) -> None:
 
 
 def compare_in_groups(rank: int) -> None:
-    """Neighbours, and ranks a stride apart: the groups of FSDP2 on a mesh of 2 x 2, both in use at
-    once.
-    """
+    """Neighbours, and ranks a stride apart: FSDP2's groups on a mesh of 2 x 2, at once."""
     collectives.CHUNK_ELEMENTS = 8
     groups = [
         [dist.new_group(part) for part in parts] for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])

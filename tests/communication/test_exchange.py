@@ -1,6 +1,4 @@
-"""Sparse exchanges on gloo ranks against a slow simulation; checkpoints; what DDP does to a
-hook.
-"""
+"""Sparse exchanges on gloo ranks against a slow simulation; checkpoints; DDP and a hook."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ from tests.launch import run_on_pool, run_ranks
 def against_simulation(
     rank: int, options: TopK, shape: tuple[int, int], hierarchical: bool, resume: bool
 ) -> int:
-    """Six steps, the last three after a checkpoint into a new DDP (whose first bucket holds
-    everything) if `resume`.
-    """
+    """Six steps, the last three after a checkpoint into a new DDP (of one bucket) if `resume`."""
     topology = Topology(*shape, rank)
     ddp, exchange = wrap(options, topology=topology)
     exempt = set(exempt_names(ddp.module, options.exempt))

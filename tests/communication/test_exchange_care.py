@@ -1,6 +1,4 @@
-"""Overlap, stragglers, the choice of dense, counted bytes, the debug check, bad input, dead
-peers.
-"""
+"""Overlap, stragglers, the choice of dense, counted bytes, debugging, bad input, dead peers."""
 
 from __future__ import annotations
 
@@ -15,25 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_topt.communication import (
-    BF16,
-    BoundedLoss,
-    GradientMethod,
-    TopK,
-    hook,
-    rank_watch,
-)
+from lightning_topt.communication import BF16, BoundedLoss, GradientMethod, TopK, hook, rank_watch
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import SparseMessage
-from tests.communication.exchange_ranks import (
-    FakeStreams,
-    batch,
-    loss_of,
-    train,
-    wrap,
-)
+from tests.communication.exchange_ranks import FakeStreams, batch, loss_of, train, wrap
 from tests.launch import _rank, load_kernels, run_on_pool
 
 SHAPES = [(2, 1), (2, 2)]

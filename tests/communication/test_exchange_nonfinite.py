@@ -1,6 +1,4 @@
-"""Gradients that are not finite, steps that are thrown away, loss scales, rounding: nothing is sent
-or lost silently.
-"""
+"""Gradients that are not finite, skipped steps, loss scales, rounding: nothing is lost silently."""
 
 from __future__ import annotations
 

@@ -178,9 +178,7 @@ def test_topology():
 
 
 def test_density_of_all_together():
-    """What each sends depends on how many do: ranks, or nodes where gradients are summed inside
-    them.
-    """
+    """What each sends depends on how many do: ranks, or nodes that sum inside them."""
     method = TopK(density=None, bits=2)
     assert [method.on(Topology(nodes, 2, 0)).density for nodes in (1, 2, 4)] == pytest.approx(
         [0.08, 0.08, 0.04]

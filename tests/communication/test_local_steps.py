@@ -56,10 +56,7 @@ def local_step(parameters: nn.ParameterDict, rank: int, step: int) -> None:
 
 
 def trained(
-    rank: int,
-    method: LocalMethod,
-    part: int = local_steps.PART,
-    dtype: torch.dtype = torch.float32,
+    rank: int, method: LocalMethod, part: int = local_steps.PART, dtype: torch.dtype = torch.float32
 ) -> Any:
     local_steps.PART = part  # elements of SparseLoCo's parts
     parameters = initial(rank, dtype)  # only those of rank 0 count

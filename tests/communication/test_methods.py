@@ -1,6 +1,4 @@
-"""One contract for all methods: what every `BucketExchange` must do, alone and under DDP. A new
-method is added to METHODS.
-"""
+"""What every `BucketExchange` must do, alone and under DDP. A new method is added to METHODS."""
 
 from __future__ import annotations
 

@@ -70,9 +70,7 @@ def all_methods_of(node: SharedMemoryNodeExchange, rank: int, sizes: list[int]) 
 def test_equal_to_torch(ranks: int) -> None:
     block = node_channel.BLOCK_BYTES // 4 * ranks
     run_on_pool(
-        all_methods,
-        ranks,
-        [1, 0, 2, 5, 1001, 2 * block, block - 1, 3, 2 * block + 7, 400_000],
+        all_methods, ranks, [1, 0, 2, 5, 1001, 2 * block, block - 1, 3, 2 * block + 7, 400_000]
     )
 
 

@@ -35,9 +35,7 @@ LIMIT = timedelta(seconds=60)
 def on_tcp(
     function: Callable[..., str], world_size: int, *, reporters: list[int]
 ) -> dict[int, str]:
-    """Run ``function(rank, pids)`` on ranks whose store rank 0 hosts; what the `reporters`
-    return.
-    """
+    """Run ``function(rank, pids)`` on ranks with rank 0's store; what the `reporters` return."""
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
     port = free_port()

@@ -8,11 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_topt.communication.started_ranks import (
-    leave_to_rank_0,
-    run_name,
-    started_rank,
-)
+from lightning_topt.communication.started_ranks import leave_to_rank_0, run_name, started_rank
 from tests.launch import free_port
 
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}

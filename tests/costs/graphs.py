@@ -1,6 +1,4 @@
-"""Random operator graphs: a chain of blocks with the root's segments before, between and after
-them.
-"""
+"""Random operator graphs: a chain of blocks with segments of the root around them."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def graph_of(
     buffer_bytes: int,
     input_bytes: Amount,
 ) -> OpGraph:
-    """A graph whose tensors have the memory of `timeline`; its first operators run one in each
-    segment.
-    """
+    """A graph whose tensors have the memory of `timeline`; an operator runs in each segment."""
     step = step_of(timeline, batch_size, [op.name for op in ops])
     return OpGraph(
         model, batch_size, ops, edges, parameters, blocks, step, buffer_bytes, input_bytes
@@ -109,9 +105,7 @@ def random_graph(seed: int, *, num_blocks: int = 3, alike: bool = False) -> OpGr
 
 
 def profile_of(graph: OpGraph, *, elementwise: bool = True, add: bool = False) -> OptimizerProfile:
-    """An Adam-like optimizer: two states per element, a step count, temporaries as large as the
-    parameter.
-    """
+    """Like Adam: two states per element, a step count, temporaries as large as the parameter."""
     updates = {
         p.name: ParameterUpdate(8 * p.numel + 4, 28.0 * p.numel, 10.0, 4.0 * p.numel, add)
         for p in graph.parameters

@@ -21,11 +21,7 @@ from lightning_topt.costs.calibrate import (
     usual,
 )
 from lightning_topt.costs.cluster import COLLECTIVES, Cluster
-from lightning_topt.costs.communication import (
-    Group,
-    mesh_groups,
-    ranks_of_groups,
-)
+from lightning_topt.costs.communication import Group, mesh_groups, ranks_of_groups
 from lightning_topt.costs.measuring import (
     free_memory_bytes,
     gather,

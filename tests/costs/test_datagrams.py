@@ -33,9 +33,7 @@ PATH = DatagramPath(2e-3, 0.05, 1e6)
 
 
 def simulated_phase(path: DatagramPath, *, sent: float, tolerance: float) -> tuple[float, int]:
-    """Bytes put on the network and rounds of asking, until few enough datagrams are missing; every
-    round loses its share.
-    """
+    """Bytes sent and rounds of asking, until few enough datagrams are missing."""
     missing, on_network, rounds = sent, sent, 0
     missing *= path.loss
     while missing > max(tolerance * sent, DATAGRAM_BYTES):

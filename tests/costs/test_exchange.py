@@ -1,6 +1,4 @@
-"""Compressed exchanges: bytes and seconds against explicit sums and a simulated network, and
-against a real exchange.
-"""
+"""Compressed exchanges: bytes and seconds against sums, a simulated network, a real exchange."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def model_of(options: GradientMethod, *, world_size: int = 6) -> ExchangeModel:
 
 
 def ring_pass(sizes: list[float], links: list[Link]) -> float:
-    """Every rank sends what it has to the next, hop by hop, until all rows (bytes) have been
-    everywhere; a clock each.
-    """
+    """Every rank sends on what it has, until all rows (bytes) are everywhere; a clock each."""
     ranks, clocks = len(sizes), [0.0] * len(sizes)
     rows = list(range(ranks))
     for _ in range(ranks - 1):
@@ -161,9 +157,7 @@ def test_device_seconds_by_hand() -> None:
 
 
 def test_memory_of_an_exchange() -> None:
-    """Two blocks; `b` is last in forward, so its exchange is in flight first, and until backward is
-    over.
-    """
+    """Two blocks; the exchange of `b`, the last, is in flight first, until backward is over."""
     parameters = tuple(Parameter(f"{b}.w", (20, 20), "float32", b) for b in "ab")
     ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
     timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in "ab")

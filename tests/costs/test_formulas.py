@@ -81,9 +81,7 @@ def test_latency_of_a_ring_is_that_of_messages_passed_on(group):
 
 
 def network_bytes(groups: list[list[int]], devices_per_node: int, *, size: float) -> float:
-    """The most that a node sends to others in a reduce-scatter: rings in all groups at once,
-    followed hop by hop.
-    """
+    """The most that a node sends to others in a reduce-scatter: all rings, hop by hop."""
     sent: dict[int, float] = {}
     for ranks in groups:
         for source, target in zip(ranks, [*ranks[1:], ranks[0]], strict=True):

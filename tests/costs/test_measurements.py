@@ -1,6 +1,4 @@
-"""Measurements are made once per set-up, are the same on all ranks, and never cost more than a
-warning.
-"""
+"""Measurements are made once per set-up, equal on all ranks, and cost at most a warning."""
 
 from __future__ import annotations
 
@@ -18,12 +16,7 @@ from torch import nn, optim
 
 from lightning_topt.costs import measurements
 from lightning_topt.costs import optimizer as optimizer_costs
-from lightning_topt.costs.measurements import (
-    Entry,
-    Measurements,
-    load_entries,
-    save_entries,
-)
+from lightning_topt.costs.measurements import Entry, Measurements, load_entries, save_entries
 from lightning_topt.costs.optimizer import time_updates
 from tests.costs.graphs import cluster_of
 from tests.costs.test_calibrate import graph

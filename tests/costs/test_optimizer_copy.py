@@ -1,6 +1,4 @@
-"""Trial steps on the optimizers of a training leave them, what they refer to, and all generators as
-they were.
-"""
+"""Trial steps leave the optimizers of a training, what these refer to, and all generators."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ class Helper:
 
 
 class Wrapper(optim.Optimizer):
-    """Steps another optimizer, whose groups and state it shows, and keeps slow weights every so
-    often.
-    """
+    """Steps another optimizer, whose groups and state it shows, and keeps slow weights."""
 
     def __init__(self, base):
         self.base, self.slow = base, {}

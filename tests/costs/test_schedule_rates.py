@@ -26,9 +26,7 @@ def most_held(actions):
 
 
 def waits(counts):
-    """Activations that are held and those of them that wait, where nothing else is worse, the most
-    held first.
-    """
+    """Activations that are held, and that wait, where nothing else is worse, the most first."""
     late = counts[:, counts.shape[1] // 2 :].sum(axis=1)
     pairs = set(zip(counts.sum(axis=1).tolist(), late.tolist(), strict=True))
     worst = [p for p in pairs if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in pairs)]

@@ -1,6 +1,4 @@
-"""Jobs of the tests of coordinated preparation: real processes that iterate over the same data set
-and say what they got.
-"""
+"""Jobs of the tests of coordinated preparation: real processes that say what they got."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ def digest(batch: Any) -> str:
 
 
 def expected(epochs: int = 1) -> list[list[str]]:
-    """The batches of one job alone, prepared one after the other without any of the machinery: the
-    oracle.
-    """
+    """The batches of one job alone, one after the other, without the machinery: the oracle."""
 
     def prepare() -> list[list[str]]:
         collate = torch.utils.data.default_collate

@@ -1,6 +1,4 @@
-"""A tier that cannot be opened, or breaks while it is used, costs the samples that it would have
-held and nothing else.
-"""
+"""A tier that cannot be opened, or breaks, costs the samples it would have held, no more."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ pytestmark = pytest.mark.usefixtures("shared")
 
 
 def broken(monkeypatch, folder, code):
-    """Nothing in `folder` can be made or written from now on: as on a disk that is full, or
-    read-only, or another user's.
-    """
+    """Nothing in `folder` can be made or written: a full disk, read-only, or another user's."""
     is_full = code in (errno.ENOSPC, errno.EDQUOT)
 
     def fails(function, when):

@@ -1,6 +1,4 @@
-"""Several jobs prepare their batches together: real processes that start late, are slow, stop, fail
-and die.
-"""
+"""Several jobs prepare their batches together: they start late, are slow, stop, fail and die."""
 
 from __future__ import annotations
 

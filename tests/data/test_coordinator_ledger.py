@@ -1,6 +1,4 @@
-"""Who prepares what: jobs that stop or fail, and whole runs simulated with random speeds,
-deaths and memory.
-"""
+"""Who prepares what: jobs that stop or fail, and whole runs simulated at random."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ def test_a_job_whose_workers_failed_does_not_try_again():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_job_gets_every_batch_once_whatever_happens(seed):
-    """Random speeds, sizes, memory, deaths, hanging workers and late jobs: the survivors get
-    everything, in order.
-    """
+    """Random speeds, sizes, memory, deaths, hangs, late jobs: the survivors get all, in order."""
     chance = random.Random(seed)
     memory, largest, epochs, batches = chance.choice([50, 400, 3000]), 200, 2, chance.randint(1, 12)
     ledger = Ledger(timeout_seconds=15, max_held=chance.choice([2, 1000]))

@@ -1,6 +1,4 @@
-"""Batches copied from mapped memory are those that are read piece by piece, and nothing that is not
-whole gets into one.
-"""
+"""Batches copied from mapped memory are those that are read piece by piece, or none."""
 
 from __future__ import annotations
 
@@ -154,9 +152,7 @@ def test_the_file_cannot_become_shorter(cache):
 
 @pytest.mark.parametrize("where", [1 << 40, (1 << 64) - 8])
 def test_a_record_that_points_outside_of_the_file(cache, where):
-    """After its entry was verified: the batch is read one by one then, and the entry from the
-    source.
-    """
+    """After its entry was verified: the batch is read one by one, the entry from the source."""
     samples = Samples()
     batches = filled(cache, samples)
     items = list(range(ITEMS))
@@ -168,9 +164,7 @@ def test_a_record_that_points_outside_of_the_file(cache, where):
 
 
 def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, monkeypatch):
-    """Shapes (30, 5) and (5, 30) have as many bytes; neither may be taken for the other where
-    layouts have no numbers left.
-    """
+    """Shapes (30, 5) and (5, 30) have as many bytes; neither may be taken for the other."""
     monkeypatch.setattr(sample_cache, "_MOST_HEADERS", 1)
 
     class Turned(Samples):

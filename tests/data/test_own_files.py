@@ -1,6 +1,4 @@
-"""What another user has put in place of a cache's files is neither written nor believed; what a
-cache opened it closes.
-"""
+"""What another user has put in place of a cache's files is neither written nor believed."""
 
 from __future__ import annotations
 

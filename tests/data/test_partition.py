@@ -1,6 +1,4 @@
-"""Who owns what: balanced, the same everywhere, as a twin in Python's own integers computes it; and
-two caches that share.
-"""
+"""Who owns what: balanced, the same everywhere, as in plain integers; two caches that share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Nodes that die, hang, lie or do not belong here: nobody waits for them twice, nobody gets a wrong
-sample.
-"""
+"""Nodes that die, hang, lie or are strangers: no second wait, and no wrong sample."""
 
 from __future__ import annotations
 
@@ -130,9 +128,7 @@ def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monk
 
 
 def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(nodes, monkeypatch):
-    """The other one's answer is larger than the connection's buffers, and it waits while the first
-    does not answer.
-    """
+    """The other one's answer is larger than the buffers, and waits while the first is silent."""
     trio = nodes(3, memory=1 << 26)
     first, other = owned(1, num_nodes=3), owned(2, num_nodes=3)[:3]
     large = np.random.default_rng(0).bytes(4 << 20)

@@ -1,6 +1,4 @@
-"""The process that serves a node's entries: what it lets in, where it listens, what it knows, and
-that it ends.
-"""
+"""The process that serves a node's entries: whom it lets in, what it knows, its end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Nodes that give their entries to each other over real sockets: what arrives is what is stored,
-and what was pushed stays.
-"""
+"""Nodes that give each other entries over real sockets: what is stored arrives, and stays."""
 
 from __future__ import annotations
 

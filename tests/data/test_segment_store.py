@@ -52,9 +52,7 @@ def test_written_once_and_read_back_by_another(folder):
 
 
 def test_every_flipped_bit_is_found(folder):
-    """Anywhere in the file: in entries, index or header, never a wrong sample; what is lost is
-    stored again.
-    """
+    """Anywhere in the file: never a wrong sample; what is lost is stored again."""
     store, rng = open_store(folder), random.Random(1)
     for item in range(ITEMS):
         store.write(item, [payload(item)])
@@ -95,9 +93,7 @@ def _write_for_ever(folder, seed, begins):
 
 
 def test_writers_killed_at_random_moments(folder):
-    """The next ones find no wrong sample, wait for no lock, and can store everything; places do not
-    leak.
-    """
+    """The next ones find no wrong sample, wait for no lock, store everything; no place leaks."""
     rng, found = random.Random(0), 0
     for seed in range(8):
         begin = [FORK.Event() for _ in range(2)]

@@ -1,6 +1,4 @@
-"""The lock of a store's writers: the dead hold none, and who is held up by one that is stopped
-waits for it once.
-"""
+"""The lock of a store's writers: the dead hold none, and one that is stopped is waited for once."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ class Clock:
 
 
 class Holder:
-    """Another process that holds every lock while it is `stopped`; seconds are those of its own
-    clock.
-    """
+    """Another process that holds every lock while it is `stopped`; seconds by its own clock."""
 
     def __init__(self, monkeypatch):
         self.clock, self.stopped, self._flock = Clock(), True, segment_store.fcntl.flock

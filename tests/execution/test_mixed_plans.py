@@ -1,6 +1,4 @@
-"""ZeRO levels mixed block by block on a mesh of 2 x 2 ranks, against one process: gradients,
-clipping, steps, states.
-"""
+"""ZeRO levels mixed block by block on 2 x 2 ranks, against one process."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ CASES += [(HOOK, "foreach SGD and RMSprop"), ("all of them", "Adafactor")]
 
 
 class Net(nn.Module):
-    """Five blocks of sizes that no number of ranks divides; tied and frozen parameters; a buffer
-    that rank 0 knows best.
-    """
+    """Five blocks that no number of ranks divides; tied, frozen; a buffer that rank 0 knows."""
 
     def __init__(self) -> None:
         super().__init__()

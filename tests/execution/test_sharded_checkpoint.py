@@ -1,6 +1,4 @@
-"""Checkpoint folders: written by ranks that each keep a part, read under other plans and on other
-numbers of ranks.
-"""
+"""Checkpoint folders: written in parts by ranks, read under other plans and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -202,9 +200,7 @@ def test_states_at_owners_of_parameters(folder: Path) -> None:
 
 
 def step_on_rows(rank: int, folder: Path) -> Any:
-    """An optimizer whose step is cut into rows, saved by one division of them and read by
-    another.
-    """
+    """An optimizer whose step is cut into rows, saved by one division and read by another."""
     torch.manual_seed(0)
     module, attached = Net(), []
     for owners in ([0, 1, 2, 3], [2, 0, 3, 1]):

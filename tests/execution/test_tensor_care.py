@@ -1,6 +1,4 @@
-"""What user code does to split parameters beside calling modules: right as in one process, or
-refused in a sentence.
-"""
+"""What user code does to split parameters beside calls: as in one process, or refused."""
 
 from __future__ import annotations
 
@@ -172,9 +170,7 @@ SIZES: dict[str, Callable[[Sizes, Tensor], Tensor]] = {
 
 
 class Penalty(Net):
-    """Of the gradient of an input (Gulrajani et al., arXiv 1704.00028), and of that of a parameter:
-    gradients of gradients.
-    """
+    """Of the gradient of an input (arXiv 1704.00028), and of a parameter: second gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()

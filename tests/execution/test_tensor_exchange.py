@@ -1,6 +1,4 @@
-"""Gradients of slices travel compressed along the data axes: what stays equal, what is held back,
-and where it is saved.
-"""
+"""Gradients of slices travel compressed along data axes: what is equal, held back, and saved."""
 
 from __future__ import annotations
 

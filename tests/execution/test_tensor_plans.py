@@ -1,6 +1,4 @@
-"""Plans with tensor axes, alone and beside every way of data parallelism, against one process:
-gradients, clipping, states.
-"""
+"""Plans with tensor axes, alone and beside all data parallelism, against one process."""
 
 from __future__ import annotations
 
@@ -47,11 +45,10 @@ LAYOUTS: dict[str, tuple[Mesh, str, str, str]] = {
     "beside DDP": (BESIDE_DATA, "ddp+", "ddp", "ddp"),
     "beside ZeRO-1": (BESIDE_DATA, "zero1", "ddp", "zero1"),
     "all of them": (BESIDE_DATA, "zero1+", "zero3", "ddp"),
-    "all of them, by step": (BESIDE_DATA, "zero1+", "zero3+", "zero3"),
     "cube": (CUBE, "ddp", "ddp+", "ddp"),
     "cube beside all of them": (GATHERED, "zero1+", "zero3+", "zero3"),
 }
-MIXED, BY_STEP = "all of them", "all of them, by step"
+MIXED = "all of them"
 # every placement of parameters and owner of states; the other layouts keep them as these do
 IN_FOLDERS = (MIXED, "cube beside all of them")
 # tests/execution/test_tensor_exchange.py runs what is beside DDP and ZeRO-1
@@ -106,20 +103,13 @@ def plan_of(layout: str) -> ParallelPlan:
             for name, preset in zip(("blocks.0", "blocks.1", ""), presets, strict=True)
         ]
         return ParallelPlan.of_blocks(blocks, mesh=mesh)
-    by_step = tuple(
-        Replicate() if axis in mesh.data_axes else Shard(1) for axis in range(len(mesh.axes))
-    )
-    border, sums = ((by_step,), by_step) if layout.endswith("by step") else ((), ())
     blocks = [
         BlockPlan(
             name,
             OpConfig(
                 PRESETS[preset.rstrip("+")].storage(mesh),
                 recompute=preset.endswith("+"),
-                inputs=border if name else (),
-                outputs=border if name else (),
                 parameters=placed(MEGATRON_BLOCK if name else OF_REST, mesh),
-                sums=sums,
             ),
         )
         for name, preset in zip(("blocks.0", "blocks.1", ""), presets, strict=True)
@@ -241,7 +231,7 @@ def same_states(found: Any, expected: Any, *, exactly: bool = False) -> None:
                 torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", [*TRAINED, pytest.param(BY_STEP, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("layout", TRAINED)
 def test_a_plan_trains_as_one_process(layout: str) -> None:
     expected, module_state, optimizer_state = one_process()
     results = run_on_pool(train, 4, layout)

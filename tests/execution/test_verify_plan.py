@@ -48,9 +48,7 @@ def plan_of(preset, ranks, *, blocks=BLOCKS, recompute=()):
 
 
 def mixed_plan(ranks):
-    """Every level in one plan, on a mesh of two axes: shards over all ranks, over two of them, and
-    none.
-    """
+    """Every level in one plan, on two axes: shards over all ranks, over two, and none."""
     mesh = hybrid_mesh(ranks // 2, 2)
     levels = [
         OpConfig.zero(3, axes=2),

@@ -15,25 +15,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from tests.foreign.shelf import Samples, label, loader, program, row_and_label, tokens
+from tests.foreign.once_shelf import Net
+from tests.foreign.shelf import Samples, loader, program, row_and_label, tokens
 
 
-class Classifier(L.LightningModule):
-    """Rows of 8 numbers in 5 classes; what is awkward is added by those that inherit it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)
-        )
+class Classifier(Net):
+    """What is awkward is added by those that inherit it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
 class OwnOptimizer(Classifier):
@@ -121,9 +113,7 @@ def logged_gradient_norms() -> Any:
 
 
 class ValuesInStep(Classifier):
-    """Reads values: `.item()`, `isnan`, masks, `nonzero`, printing, asserts; keeps a list; draws
-    random numbers.
-    """
+    """Reads values by `.item()`, masks, `nonzero`, printing; keeps a list; draws numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +181,6 @@ class SparseEmbeddings(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(64, 8, sparse=True)
-        self.automatic_optimization = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         looked_up = self.table((batch[0] * 10).long() % 64).mean(1)
@@ -241,26 +230,6 @@ class Unused(Classifier):
 @program(find_unused=True)
 def unused_parameters() -> Any:
     return Unused(), loader(row_and_label)
-
-
-class NestedDict(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        rows = batch["inputs"]["rows"]
-        assert all(isinstance(name, str) for name in batch["meta"]["names"])
-        return super().training_step((rows, batch["targets"][0]), batch_idx)
-
-
-def nested(source: torch.Generator, index: int) -> dict[str, Any]:
-    return {
-        "inputs": {"rows": torch.randn(8, generator=source)},
-        "targets": [label(source)],
-        "meta": {"names": f"sample {index}"},
-    }
-
-
-@program()
-def nested_dictionaries() -> Any:
-    return NestedDict(), loader(nested)
 
 
 class StringKeys(torch.utils.data.Dataset[Any]):

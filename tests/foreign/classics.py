@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -100,9 +99,7 @@ def image_classifier() -> Any:
 
 
 class LanguageModel(L.LightningModule):
-    """nn.Transformer with positions in a buffer, trained with SGD and clipped, as in Lightning's
-    demos.
-    """
+    """nn.Transformer with a buffer of positions, SGD and clipping, as in Lightning's demos."""
 
     def __init__(self, vocab: int = 32, width: int = 16) -> None:
         super().__init__()
@@ -129,51 +126,6 @@ class LanguageModel(L.LightningModule):
 @program(gradient_clip_val=0.25)
 def transformer_language_model() -> Any:
     return LanguageModel(), loader(lambda source, index: tokens(source))
-
-
-class Byol(L.LightningModule):
-    """Two views of an image, an online network and a momentum copy that follows it after each
-    batch.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online = nn.Sequential(
-            nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8)
-        )
-        self.predictor = nn.Linear(8, 8)
-        self.target = deepcopy(self.online)
-        for parameter in self.target.parameters():
-            parameter.requires_grad = False
-        self.register_buffer("queue", F.normalize(torch.randn(8, 16), dim=0))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        first, second = batch[0], batch[0].flip(-1)
-        with torch.no_grad():
-            goal = F.normalize(self.target(second), dim=-1)
-        loss = (
-            2 - 2 * (F.normalize(self.predictor(self.online(first)), dim=-1) * goal).sum(-1).mean()
-        )
-        with torch.no_grad():
-            self.queue[:, : goal.shape[0]] = goal.T
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for online, target in zip(
-                self.online.parameters(), self.target.parameters(), strict=True
-            ):
-                target.mul_(0.99).add_(online, alpha=0.01)
-
-    def configure_optimizers(self) -> Any:
-        trained = [*self.online.parameters(), *self.predictor.parameters()]
-        return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=1e-4)
-
-
-@program()
-def byol_with_momentum_encoder() -> Any:
-    return Byol(), loader(image_and_label)
 
 
 # ---- lightning-hydra-template --------------------------------------------------------------------

@@ -21,9 +21,7 @@ from tests.foreign.shelf import Samples, generator, row_and_label
 
 
 class SemiSupervised(Net):
-    """After a report: the second loader of semi-supervised training is an iterator that the step
-    asks.
-    """
+    """After a report: the second loader is an iterator that the step asks."""
 
     def on_train_start(self) -> None:
         order = torch.Generator().manual_seed(100 + self.global_rank)

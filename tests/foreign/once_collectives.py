@@ -1,6 +1,4 @@
-"""Programs that talk to the other ranks themselves: in the step, in hooks, in optimizers, by groups
-of their own.
-"""
+"""Programs that talk to the other ranks themselves: in the step, in hooks, in optimizers."""
 
 from __future__ import annotations
 

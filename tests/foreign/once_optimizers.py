@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.foreign.once_shelf import Built, Net, counted, mlp, rows, traced
+from tests.foreign.once_shelf import Built, Net, counted, mlp, traced
 
 # ---- frozen parts and rates
 
@@ -42,22 +42,6 @@ class LateGroup(Net):
 @counted("group of parameters added to the optimizer at step 5", limit_train_batches=12)
 def late_group_of_parameters() -> Built:
     return traced(LateGroup())
-
-
-class WarmsUp(Net):
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        rate = 1e-2 * min(1.0, (self.trainer.global_step + 1) / 8)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        self.trace.append((self.global_step, rate))
-        optimizer.step(closure=optimizer_closure)
-
-
-@counted("warm-up by self.global_step in optimizer_step")
-def warm_up_by_global_step() -> Built:
-    return traced(WarmsUp())
 
 
 # ---- optimizers
@@ -114,48 +98,6 @@ class TrainsByCurvature(Net):
 @counted("LBFGS, which asks the closure three times")
 def closure_asked_by_lbfgs() -> Built:
     return traced(TrainsByCurvature())
-
-
-class OptimizerHooks(Net):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        optimizer.register_step_pre_hook(lambda *args: self.trace.append("before"))
-        optimizer.register_step_post_hook(lambda *args: self.trace.append("after"))
-        return optimizer
-
-
-@counted("hooks before and after the optimizer's step")
-def hooks_of_the_optimizer() -> Built:
-    return traced(OptimizerHooks())
-
-
-class CountingAdam(torch.optim.Adam):
-    """Skips its step, with a reason, where the gradient is an outlier of its own history."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.history: list[float] = []
-        self.taken: list[bool] = []
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        self.history.append(float(loss))
-        self.taken.append(len(self.history) % 5 != 0)
-        if self.taken[-1]:
-            super().step()
-        return loss
-
-
-class SkipsSteps(Net):
-    def configure_optimizers(self) -> Any:
-        self.adam = CountingAdam(self.parameters(), lr=1e-2)
-        return self.adam
-
-
-@counted("optimizer that counts, and skips every fifth step")
-def steps_skipped_by_the_optimizer() -> Built:
-    module = SkipsSteps()
-    return Built(module, rows(), lambda: (module.adam.taken, len(module.adam.history)))
 
 
 # ---- manual optimization

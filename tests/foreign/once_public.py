@@ -6,21 +6,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from tests.foreign.once_shelf import Built, Net, counted, mlp, traced
-
-Pairs = Iterable[tuple[nn.Parameter, nn.Parameter]]
 
 
 def smooth() -> nn.Sequential:
@@ -30,54 +23,31 @@ def smooth() -> nn.Sequential:
     )
 
 
-# ---- teachers: two ways to write what follows another network, at two moments
-
-
-def by_data(pairs: Pairs) -> None:
-    for slow, fast in pairs:
-        slow.data = 0.9 * slow.data + 0.1 * fast.data
-
-
-@torch.no_grad()
-def in_place(pairs: Pairs) -> None:
-    for slow, fast in pairs:
-        slow.mul_(0.9).add_(fast, alpha=0.1)
+# ---- teachers
 
 
 class Teacher(Net):
-    """Learns from a frozen copy that follows it: in the step, or after each batch."""
+    """Learns from a frozen copy that follows it after each batch."""
 
-    def __init__(self, follow: Callable[[Pairs], None], *, in_step: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-        self.follow, self.in_step = follow, in_step
-
-    def move(self) -> None:
-        self.trace.append("moved")
-        self.follow(zip(self.teacher.parameters(), self.net.parameters(), strict=True))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.in_step:
-            self.move()
         with torch.no_grad():
             wanted = self.teacher(batch[0] + 0.1).softmax(-1)
         return super().training_step(batch, batch_idx) + F.cross_entropy(self.net(batch[0]), wanted)
 
+    @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self.in_step:
-            self.move()
+        self.trace.append("moved")
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.mul_(0.9).add_(fast, alpha=0.1)
 
 
-def put_teacher(follow: Callable[[Pairs], None], *, in_step: bool) -> None:
-    def make() -> Built:
-        return traced(Teacher(follow, in_step=in_step))
-
-    make.__name__ = f"teacher_{follow.__name__}{'_in_the_step' if in_step else ''}"
-    counted("mean teacher, or momentum encoder")(make)
-
-
-put_teacher(in_place, in_step=False)
-put_teacher(by_data, in_step=True)
+@counted("mean teacher, or momentum encoder")
+def teacher_in_place() -> Built:
+    return traced(Teacher())
 
 
 class MoCo(Net):
@@ -122,23 +92,10 @@ def moco() -> Built:
 
 
 class OwnAverage(Net):
-    """An average by hand, copied at a moment of its own, evaluated in the step."""
-
-    def __init__(self, begins: str) -> None:
-        super().__init__()
-        self.begins = begins
-        self.begin("init")
-
-    def begin(self, moment: str) -> None:
-        if moment == self.begins:
-            self.average = copy.deepcopy(self.net).requires_grad_(False).eval()
-            self.trace.append(moment)
-
-    def setup(self, stage: str) -> None:
-        self.begin("setup")
+    """An average by hand, copied when the fit starts."""
 
     def on_fit_start(self) -> None:
-        self.begin("fit")
+        self.average = copy.deepcopy(self.net).requires_grad_(False).eval()
 
     @torch.no_grad()
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -150,17 +107,7 @@ class OwnAverage(Net):
 
 @counted("average copied in on_fit_start")
 def average_from_fit_start() -> Built:
-    return traced(OwnAverage("fit"))
-
-
-@counted("Lightning's WeightAveraging")
-def weight_averaging() -> Built:
-    return traced(Net(), callbacks=[WeightAveraging()])
-
-
-@counted("Lightning's StochasticWeightAveraging", max_epochs=3, limit_train_batches=3)
-def stochastic_weight_averaging() -> Built:
-    return traced(Net(), callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
+    return traced(OwnAverage())
 
 
 # ---- optimizers around optimizers
@@ -352,20 +299,6 @@ class BoundsRows(Net):
 @counted("rows of weights bounded by .data after each batch")
 def rows_bounded() -> Built:
     return traced(BoundsRows())
-
-
-class ClipsWeights(Net):
-    """Weights are clamped after each step, as those of a Wasserstein critic."""
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        for parameter in self.net.parameters():
-            parameter.data.clamp_(-0.1, 0.1)
-        self.trace.append("clamped")
-
-
-@counted("weights clamped in place by .data")
-def weights_clamped() -> Built:
-    return traced(ClipsWeights())
 
 
 # ---- adversaries and penalties

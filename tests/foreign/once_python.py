@@ -1,6 +1,4 @@
-"""Programs that keep state of Python: caches, classes, loggers, hooks, files, data bases,
-environments.
-"""
+"""Programs that keep state of Python: caches, classes, loggers, hooks, files, environments."""
 
 from __future__ import annotations
 
@@ -234,9 +232,7 @@ def one_hot(places: Any) -> Tensor:
 
 
 class DeepQ(Net):
-    """Each step plays with a soft policy by its own dice, keeps what happened, and learns from what
-    it kept.
-    """
+    """Plays with a soft policy by its own dice, and learns from what it kept."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Programs that count how often their code runs: each makes a module, its data, and what tells the
-counts.
-"""
+"""Programs that count how often their code runs: a module, its data, and what tells the counts."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ COUNT = 96  # samples: 12 batches of 4 on 2 ranks
 
 
 class Built(NamedTuple):
-    """What a program makes: `evidence` is asked after the fit, on each rank; `options` go to the
-    Trainer.
-    """
+    """What a program makes: `evidence` is asked after the fit; `options` are the Trainer's."""
 
     module: L.LightningModule
     data: Any
@@ -33,9 +29,7 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class Counted:
-    """A program, and in words what of it runs once; `make` makes everything anew, and empties its
-    caches.
-    """
+    """A program, and in words what of it runs once; `make` makes all anew, caches too."""
 
     name: str
     kind: str

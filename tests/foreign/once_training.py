@@ -16,9 +16,7 @@ from tests.foreign.once_shelf import COUNT, Built, Net, counted, numbered, rows,
 
 
 class MemoryBank(Net):
-    """What the network said of each sample is kept by its number; a tensor that is no buffer, and
-    counts beside it.
-    """
+    """What the network said of each sample, by its number; counts beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,48 +52,26 @@ def norms_of_weights() -> Built:
     return traced(SpectralNorms())
 
 
-class TiedWeights(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 16, bias=False)
-        self.net, self.head.weight = nn.Linear(12, 12), self.embed.weight
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens = (batch[0] * 4).long() % 16
-        self.trace.append(self.head.weight is self.embed.weight)
-        logits = self.head(self.net(self.embed(tokens[:, :-1])).relu())
-        return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
-
-
-@counted("tied weights that stay one tensor")
-def tied_weights() -> Built:
-    return traced(TiedWeights())
-
-
 # ---- autograd
 
 
 class Checkpoints(Net):
     """The user recomputes blocks: two calls for each step, which are the user's."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.use_reentrant = (
-            nn.Linear(8, 16),
-            nn.Linear(16, 5),
-            use_reentrant,
-        )
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 5)
         self.net = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Tanh())
         self.net[0].register_forward_hook(lambda *args: self.trace.append(torch.is_grad_enabled()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = checkpoint(self.net, self.first(batch[0]), use_reentrant=self.use_reentrant)
+        hidden = checkpoint(self.net, self.first(batch[0]), use_reentrant=False)
         return F.cross_entropy(self.last(hidden), batch[1])
 
 
 @counted("torch.utils.checkpoint by the user")
 def checkpointing_by_the_user() -> Built:
-    return traced(Checkpoints(use_reentrant=False))
+    return traced(Checkpoints())
 
 
 class ParameterHooks(Net):
@@ -120,9 +96,7 @@ def hooks_on_parameters() -> Built:
 
 
 class PerSample(Net):
-    """Samples with large gradients weigh less: torch.func over the parameters inside of the
-    step.
-    """
+    """Samples with large gradients weigh less: torch.func over the parameters in the step."""
 
     def loss_of_one(self, parameters: Any, x: Tensor, y: Tensor) -> Tensor:
         self.trace.append(tuple(x.shape))

@@ -1,6 +1,4 @@
-"""Programs as strangers write them: each makes a module and its data, as under any strategy. See
-`test_once.py`.
-"""
+"""Programs as strangers write them: a module and its data. See `test_once.py`."""
 
 from __future__ import annotations
 

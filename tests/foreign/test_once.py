@@ -58,13 +58,11 @@ ASKED = (zero3, zero3_again, limited, full)
 NOT_SHARED = frozenset(
     [
         # rules that are not known
-        *("gradients_kept_by_the_optimizer", "steps_skipped_by_the_optimizer"),
-        *("step_that_ranks_agree_on", "closure_asked_by_lbfgs", "lookahead"),
-        *("sam", "optimizer_inside", "own_list_of_parameters"),
+        *("gradients_kept_by_the_optimizer", "step_that_ranks_agree_on", "closure_asked_by_lbfgs"),
+        *("lookahead", "sam", "optimizer_inside", "own_list_of_parameters"),
         # step hooks, sparse gradients, fewer steps than are measured
-        *("hooks_of_the_optimizer", "extragradient"),
-        *("sparse_embeddings", "accumulation_cut_by_epochs", "manual_accumulates"),
-        "manual_searcheslines",
+        *("extragradient", "sparse_embeddings", "accumulation_cut_by_epochs"),
+        *("manual_accumulates", "manual_searcheslines"),
     ]
 )
 # What cannot be tried before the fit, and a part of the sentence.
@@ -106,8 +104,8 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
         **dict.fromkeys(
             (
                 *("gradients_kept_by_the_optimizer", "lookahead", "step_that_ranks_agree_on"),
-                *("sam", "steps_skipped_by_the_optimizer", "sparse_embeddings"),
-                *("closure_asked_by_lbfgs", "optimizer_inside", "manual_searcheslines"),
+                *("sam", "sparse_embeddings", "closure_asked_by_lbfgs"),
+                *("optimizer_inside", "manual_searcheslines"),
             ),
             "no plan fits",
         ),
@@ -119,11 +117,7 @@ REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {
 KEPT_WHOLE = frozenset(["manual_dqn", "manual_averages", "manual_sharpness"])
 # They note what the machinery of shards does (docs/concepts/sharding_and_your_code.md): addresses,
 # or that rank 0 alone has the whole state in a checkpoint.
-COUNTS_MACHINERY = frozenset(
-    [
-        *("gradients_kept_by_the_optimizer", "checkpoints_in_the_middle"),
-    ]
-)
+COUNTS_MACHINERY = frozenset(("gradients_kept_by_the_optimizer", "checkpoints_in_the_middle"))
 # Ranks of ddp go apart: it does not average what is trained since later than its start.
 NO_ORACLE = frozenset(["unfrozen_by_a_callback"])
 # Errors of ours that users meet.

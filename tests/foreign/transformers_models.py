@@ -1,6 +1,4 @@
-"""Models of Hugging Face's transformers, built from small configurations (nothing is downloaded),
-as their users train them.
-"""
+"""Models of Hugging Face's transformers from small configurations, as their users train them."""
 
 from __future__ import annotations
 
@@ -145,13 +143,6 @@ def mixtral() -> Any:
         **HALVES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
     )
     return Pretrained(hf.MixtralForCausalLM(config)), loader(language)
-
-
-@program()
-def vit() -> Any:
-    return Pretrained(hf.ViTForImageClassification(hf.ViTConfig(**PATCHES, num_labels=5))), loader(
-        picture_and_label
-    )
 
 
 @program()

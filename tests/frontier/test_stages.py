@@ -35,9 +35,7 @@ def random_chain(rng, order, configs, *, ties):
 def random_stages(
     rng, schedule, *, blocks, stages, ties=False, distinct=None, configs=2, devices=2
 ):
-    """Devices have costs of their own, links too; stages s of S hold as many microbatches as their
-    schedule says.
-    """
+    """Devices and links have own costs; stages hold as many microbatches as their schedule says."""
     order = (
         tuple(rng.integers(0, distinct or blocks, blocks).tolist())
         if distinct

@@ -76,9 +76,7 @@ def _allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
 
 
 def saved_bytes(module: nn.Module, batch: Any) -> int:
-    """Bytes of the distinct storages that autograd saves, without parameters, buffers and the
-    batch.
-    """
+    """Bytes of the distinct storages that autograd saves, without parameters and the batch."""
     from lightning_topt.graph.structures import tensors_in
 
     seen = {
@@ -100,9 +98,7 @@ def saved_bytes(module: nn.Module, batch: Any) -> int:
 
 
 class BlockMemory(TorchDispatchMode):
-    """Live bytes of activations on real tensors: highest while each block computes in forward, and
-    afterwards.
-    """
+    """Live bytes of activations on real tensors: the highest of each block, and afterwards."""
 
     def __init__(self, module: nn.Module, outside: list[Tensor], blocks: list[str]) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Mixtures of experts under autocast, sparse and complex parameters, synchronized batch
-normalization, gathers.
-"""
+"""Mixtures under autocast, sparse and complex parameters, synchronized batch norm, gathers."""
 
 from __future__ import annotations
 

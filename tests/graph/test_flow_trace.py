@@ -1,6 +1,4 @@
-"""Flows of steps: what calls need of one another, what binds them to one stage, and what cannot be
-traced.
-"""
+"""Flows of steps: what calls need, what binds them to one stage, what cannot be traced."""
 
 from __future__ import annotations
 
@@ -318,9 +316,7 @@ class Block(nn.Module):
 
 
 class Centered(nn.Module):
-    """Its first block reads a running mean, which `late` makes: the second block, or the end of the
-    step.
-    """
+    """Its first block reads a running mean, which the second block, or the step's end, makes."""
 
     def __init__(self, late: str) -> None:
         super().__init__()
@@ -356,9 +352,7 @@ def test_buffers_of_the_step_before(late: str, is_refused: bool) -> None:
 
 
 class Scaled(nn.Module):
-    """Divides by an average of what it has seen, or only keeps one, or computes with a buffer that
-    stays.
-    """
+    """Divides by an average of what it has seen, only keeps one, or has a buffer that stays."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

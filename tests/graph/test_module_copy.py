@@ -22,9 +22,7 @@ from tests.preloaded import preloaded_python
 
 
 class Wrapped:
-    """Stands in the place of a module's forward, as techniques put it there, and is copied with the
-    module.
-    """
+    """Stands in the place of a module's forward, as techniques do, and is copied with it."""
 
     def __init__(self, forward: Any) -> None:
         self.forward = forward
@@ -58,9 +56,7 @@ def test_process_groups_are_shared() -> None:
 
 
 def test_what_cannot_be_copied_is_shared_and_nothing_else() -> None:
-    """The wrapper leads to the whole module, and so to what cannot be copied; still it is not what
-    the copy has to share.
-    """
+    """The wrapper leads to the whole module; still it is not what the copy has to share."""
     held, module = Uncopyable(), nn.Sequential(nn.Linear(2, 2))
     module.append(Holds(held))
     vars(module)["forward"] = Wrapped(module.forward)

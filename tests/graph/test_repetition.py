@@ -1,6 +1,4 @@
-"""Calls that are skipped in a recording and put back, against recordings in which every call
-runs.
-"""
+"""Calls that are skipped in a recording and put back, against recordings of every call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The tensors of a step: who makes them, how long they live; the memory of blocks is a function of
-them.
-"""
+"""The tensors of a step: who makes them, how long they live; the memory of blocks."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ every_model = pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
 def brute_force(
     step: Step, blocks: set[str], batch_size: float
 ) -> list[tuple[str, float, float, float, float]]:
-    """Block and bytes (kept, output, forward peak, backward peak) of each segment, position by
-    position.
-    """
+    """Block and bytes (kept, output, forward peak, backward peak) of each segment in order."""
     owner, calls = {}, {}
     for number, call in enumerate(step.calls):
         if call.module in blocks and all(

@@ -13,9 +13,7 @@ from lightning_topt.optim.pieces import Piece, has_dense_rows, num_rows
 
 
 class Net(nn.Module):
-    """Vectors, a scalar, matrices (one transposed in memory), tied, channels-last, frozen and
-    unused weights.
-    """
+    """Vectors, a scalar, matrices (one transposed), tied, channels-last, frozen, unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,9 +50,7 @@ def loss_of(net: Net, step: int) -> Tensor:
 
 
 class SignMomentum(Optimizer):
-    """A user's own: element by element, with a list and Python numbers in its state, and a counter
-    in its groups.
-    """
+    """A user's own: by element, a list and Python numbers in its state, a counter in its groups."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "calls": 0})

@@ -18,9 +18,7 @@ from tests.optim.parallel_cases import OPTIMIZERS, ROUNDING, Net, loss_of, make_
 
 
 def differences(got: Any, wanted: Any, *, rtol: float = 0, path: str = "") -> list[str]:
-    """Where two nested states differ: types, keys and their order, dtypes, values (all bits, or up
-    to `rtol`).
-    """
+    """Where two nested states differ: types, keys in order, dtypes, values (up to `rtol`)."""
     if type(got) is not type(wanted):
         return [f"{path}: {type(got)} for {type(wanted)}"]
     if isinstance(got, dict):

@@ -117,9 +117,7 @@ def test_equal_shares_take_all_gathers_on_nccl() -> None:
 
 
 def again(rank: int) -> None:
-    """Repeated gathers see new values, new memory and other parameters; several may be under way at
-    once.
-    """
+    """Repeated gathers see new values, memory and parameters; several may be under way."""
     gather_module.PACK_BYTES = 100  # more than one pack of small pieces
     parameters = [torch.zeros(6, 2) for _ in range(5)]
     pieces = row_pieces(parameters, 2)

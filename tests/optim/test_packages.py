@@ -1,6 +1,4 @@
-"""Shampoo, SOAP and others of pytorch-optimizer in the parallel step: as the same optimizer on one
-process.
-"""
+"""Shampoo, SOAP and others of pytorch-optimizer in the parallel step, as on one process."""
 
 from __future__ import annotations
 

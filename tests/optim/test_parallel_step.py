@@ -1,6 +1,4 @@
-"""The parallel step against the unsharded optimizer, which runs on a second copy of the model on
-the same rank.
-"""
+"""The parallel step against the unsharded optimizer on a copy of the model."""
 
 from __future__ import annotations
 
@@ -201,9 +199,7 @@ def test_hooks_that_would_see_pieces_are_refused() -> None:
 
 
 def scaled_and_accumulated(rank: int) -> list[float]:
-    """A GradScaler (one of the steps overflows), two backward passes per step; the first step has
-    no gradients at all.
-    """
+    """A GradScaler with an overflow, two backward passes a step; at first no gradients."""
     distances = []
     for name in ("AdamW", "AdamW fused"):
         plain_net, plain, net, optimizer, _ = two_runs(name, 2)
@@ -232,9 +228,7 @@ def test_grad_scaler_and_accumulation() -> None:
 
 
 def changed_groups(rank: int) -> list[float]:
-    """A group that is added is updated everywhere until pieces are given; owners change; memory is
-    replaced.
-    """
+    """A group that is added is updated everywhere until pieces are given; owners change."""
     plain_net, plain, net, optimizer, step = two_runs("AdamW", 3)
     added = [torch.nn.Parameter(torch.ones(6, 2)) for _ in range(2)]
     distances = []

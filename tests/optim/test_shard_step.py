@@ -1,6 +1,4 @@
-"""Optimizers over shards against the same optimizer over whole parameters, hooks, closures and
-schedulers included.
-"""
+"""Optimizers over shards against the same over whole parameters, with hooks and closures."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ def on_shards(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
 
     def place(index: int, value: Tensor) -> Tensor:
-        """The first two parameters are sharded: one unevenly, one so that a rank has nothing of
-        it.
-        """
+        """The first two parameters are sharded, unevenly: a rank has nothing of one."""
         return distribute_tensor(value, mesh, [Shard(0)]) if index < 2 else value
 
     for name, make in OPTIMIZERS.items():

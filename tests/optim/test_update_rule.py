@@ -38,9 +38,7 @@ def make(cls, **options):
 
 
 class Own(optim.Optimizer):
-    """A user's optimizer: `change(parameter, gradient, state, group)` is what it does to one
-    parameter.
-    """
+    """A user's: `change(parameter, gradient, state, group)` is what it does to one parameter."""
 
     def __init__(self, params, change, **options):
         super().__init__(params, {"lr": 0.1, **options})
@@ -88,9 +86,7 @@ class Clipped(Own):
 
 
 class Estimated(Own):
-    """Prodigy-like: a rate that all parameters estimate together, kept in the group, at first
-    without effect.
-    """
+    """As Prodigy: a rate that all parameters estimate together, at first without effect."""
 
     def before(self, group):
         total = sum(float(p.grad.abs().sum()) for p in group["params"])
@@ -139,9 +135,7 @@ class Boxed(Tensor):
 
 
 class Asking(Own):
-    """Asks its closure `count` times, and is plain otherwise; `moves`: it moves parameters before
-    it does.
-    """
+    """Asks its closure `count` times, and is plain otherwise; `moves` parameters before."""
 
     def __init__(self, params, count, *, moves=0.0, common=False):
         super().__init__(params, plain)

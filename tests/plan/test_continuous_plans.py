@@ -95,9 +95,7 @@ def test_the_fastest_plan_is_that_of_all_cuts_by_their_true_pace(
 
 
 def test_a_stage_keeps_copies_and_its_minibatches_in_flight(small: SearchRequest) -> None:
-    """Two stages, two minibatches behind: under weight stashing stage 0 keeps two older
-    versions.
-    """
+    """Two stages, two minibatches behind: under stashing stage 0 keeps two older versions."""
     blocks, shape = on(small, FAST), shape_of(2, 2, "stash")
     cut = (3, 6), (0, 1), (0,) * 6
     table = continuous_table(blocks, shape)

@@ -1,6 +1,4 @@
-"""The table and the page: what is marked, what is left out, and that the page is whole
-and harmless.
-"""
+"""The table and the page: what is marked and left out; the page is whole and harmless."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plan, frontier and cluster files that are wrong in any way: one sentence, at once, and never
-another error.
-"""
+"""Plan, frontier and cluster files that are wrong in any way: one sentence, at once."""
 
 from __future__ import annotations
 

@@ -60,9 +60,7 @@ def every_plan(request: SearchRequest, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
-    """The chain's bytes are upper bounds where neighbours differ, so the best mix may be missed,
-    here by up to 4 %.
-    """
+    """The chain's bytes are upper bounds, so the best mix may be missed by up to 4 %."""
     rng = random.Random(seed)
     graph, count = random_graph(seed, num_blocks=2), rng.choice([1, 2, 4, 6])
     request = SearchRequest(
@@ -79,9 +77,7 @@ def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [16, 81, 110, 142, 145, 170])
 def test_the_smallest_plan_is_found(seed: int) -> None:
-    """The chains alone miss it in these by 3 to 8 %: a mix, of which they know an upper bound of
-    the bytes.
-    """
+    """The chains alone miss it by 3 to 8 %: a mix, of whose bytes they know an upper bound."""
     rng = random.Random(seed)
     graph, count = random_graph(seed, num_blocks=2), rng.choice([1, 2, 4, 6])
     request = SearchRequest(
@@ -122,9 +118,7 @@ def test_the_frontier_is_that_of_all_plans_that_were_found(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> None:
-    """For plans of one storage; and the seconds are those of `PlanCosts`, but for what depends on
-    who shares the update.
-    """
+    """For plans of one storage; seconds are those of `PlanCosts`, but for shared updates."""
     rng = random.Random(seed)
     graph = random_graph(seed, num_blocks=rng.randint(1, 4))
     request = SearchRequest(graph, cluster_of(4), profile_of(graph), (4,), 12)

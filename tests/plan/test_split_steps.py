@@ -192,9 +192,7 @@ def test_tensor_axes_without_a_layout_are_refused(request_of_gpt: SearchRequest)
 
 
 def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchRequest) -> None:
-    """The fewest bytes that are kept for backward; the plan says so, and reads as it was
-    written.
-    """
+    """The fewest bytes that are kept for backward; the plan says so, and reads as written."""
     mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
     found = search_plans(replace(request_of_gpt, mesh=mesh, shards=False))
     least = min(found.candidates, key=lambda point: point.peak_bytes).plan

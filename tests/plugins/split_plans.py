@@ -1,6 +1,4 @@
-"""A plan that splits the layers of `tests.models.GPT` over two ranks of a tensor axis, as users
-write it.
-"""
+"""A plan that splits the layers of `tests.models.GPT` over two ranks of a tensor axis."""
 
 from __future__ import annotations
 
@@ -9,9 +7,7 @@ from typing import Any
 
 
 def split_plan(data: int, storage: str, *, recomputed: Collection[int] = ()) -> dict[str, Any]:
-    """Return the plan of two blocks on `data` x 2 ranks; the blocks `recomputed`, by number, run
-    forward again.
-    """
+    """Return the plan of two blocks on `data` x 2 ranks; the blocks `recomputed` run again."""
     placed = {
         name: {"data": "replicate", "tensor": shard}
         for name, shard in {

@@ -1,6 +1,4 @@
-"""What a fit leaves behind: a plain module, and optimizers that have their whole state or say where
-it is.
-"""
+"""What a fit leaves behind: a plain module, and optimizers with their state, or where it is."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Batches of any structure are split into parts of nearly equal size, and what cannot be split is
-named.
-"""
+"""Batches of any structure are split into nearly equal parts; what cannot be is named."""
 
 from __future__ import annotations
 

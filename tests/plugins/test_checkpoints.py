@@ -1,6 +1,4 @@
-"""Checkpoints: one plain file whatever the plan, resumed under any other plan, world size or
-strategy with the same loss.
-"""
+"""Checkpoints: one plain file whatever the plan, resumed under any other with the same loss."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ PLANS = ["ddp", "zero1", "zero2", "zero3+recompute"]
 
 
 class SavedState(L.Callback):
-    """A callback, a data module and hyper-parameters all have state that a checkpoint must bring
-    back.
-    """
+    """A callback, data and hyper-parameters have state that a checkpoint must bring back."""
 
     def __init__(self) -> None:
         self.batches = 0

@@ -1,6 +1,4 @@
-"""Residuals in checkpoints: a resumed run is the uninterrupted one, also on another number of ranks
-as far as that can be.
-"""
+"""Residuals in checkpoints: resumed as uninterrupted, also on another number of ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ State = dict[str, Any]
 
 
 class Recording(RecordingGPT):
-    """SGD, so that nothing hides a lost gradient; keeps the exchange's state of the first moment of
-    a fit.
-    """
+    """SGD, so that nothing hides a lost gradient; keeps the exchange's first state."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()

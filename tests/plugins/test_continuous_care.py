@@ -1,6 +1,4 @@
-"""What a fit does around a pipeline that never flushes: files, resuming, replicas, evaluation, and
-what goes wrong.
-"""
+"""Around a pipeline that never flushes: files, resuming, replicas, evaluation, what goes wrong."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ def goes_on(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_goes_on_from_any_file_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """The undisturbed run is drained at the same places: each fourth step, and at the ends of
-    epochs.
-    """
+    """The undisturbed run is drained there, too: each fourth step, and at ends of epochs."""
     for found in on_ranks(goes_on, tmp_path):
         expected, steps, epochs = found["full", "undisturbed"]
         assert steps == 12

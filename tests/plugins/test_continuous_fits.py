@@ -1,6 +1,4 @@
-"""Modules in a pipeline that never flushes, under a Trainer: weights, logged values, metrics and
-files.
-"""
+"""Modules in a pipeline that never flushes, under a Trainer: weights, logs, metrics, files."""
 
 from __future__ import annotations
 
@@ -294,9 +292,7 @@ def assert_heard(
 
 
 def assert_means(found: dict[str, Any], twin: Any, length: int) -> None:
-    """Means of an epoch count every batch by its samples, also those that come back at the end
-    alone.
-    """
+    """Means of an epoch count every batch by its samples, also those that come at the end."""
     assert len(found["epochs"]) == 2
     for number, epoch in enumerate(found["epochs"]):
         places = range(len(twin.losses) // 2 * number, len(twin.losses) // 2 * (number + 1))

@@ -1,6 +1,4 @@
-"""Fits that go on after a loss, under real torchrun: which steps they make, on which samples, and
-what they leave behind.
-"""
+"""Fits that go on after a loss, under real torchrun: their steps, samples, and what they leave."""
 
 from __future__ import annotations
 

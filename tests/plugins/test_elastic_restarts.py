@@ -1,6 +1,4 @@
-"""torchrun restarts a job whose rank was killed: the second attempt goes on from the last
-checkpoint, under every strategy.
-"""
+"""torchrun restarts a job whose rank was killed: it goes on from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ fit("search", AutoParallelStrategy(), cached(), dies=not again)
 
 
 def test_a_restarted_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
-    """One start: the first attempt leaves the middle of every fit, and ends with the last one's
-    killed rank.
-    """
+    """The first attempt leaves the middle of every fit, and ends with the last one's rank."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     path = str(Path(__file__).parents[2])
@@ -103,9 +99,7 @@ def test_a_restarted_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
 
 
 def test_ranks_of_an_attempt_find_each_other_among_what_others_left() -> None:
-    """Also where a rank of the attempt before answers to nobody, and one comes late, after another
-    that went again.
-    """
+    """Also where a rank of the attempt before is silent, and one comes late, after another."""
     limit, found = timedelta(seconds=30), {}
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

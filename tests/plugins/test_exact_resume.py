@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy
 from tests.plugins.trainer_ranks import make_trainer, on_ranks
@@ -142,10 +137,7 @@ def _strategy(options):
         return kind({"method": "topk", "density": 0.5})
     if kind is LocalStepsStrategy:
         return kind({"method": "local_steps", "every": 2})
-    return kind(
-        plan=options.pop("plan", "ddp"),
-        checkpoint=options.pop("form", "full"),
-    )
+    return kind(plan=options.pop("plan", "ddp"), checkpoint=options.pop("form", "full"))
 
 
 def _fits_of_same_ranks(rank, folder, name, save):
@@ -227,7 +219,6 @@ def of_epoch(parts, epoch=0):
 CHANGES = {
     "1 to 2": (1, {"batch_size": 4}, 2, {"batch_size": 4}, {}),
     "3 to 2": (3, {"batch_size": 3}, 2, {"batch_size": 5}, {}),
-    "batch size": (2, {"batch_size": 4}, 2, {"batch_size": 3}, {}),
     "plan": (2, {"batch_size": 4}, 3, {"batch_size": 4}, {"plan": "zero3"}),
 }
 

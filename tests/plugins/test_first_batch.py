@@ -1,6 +1,4 @@
-"""A fit begins as under ddp, or under the plan that is asked for: same hooks, same batches, same
-parameters.
-"""
+"""A fit begins as under ddp, or under the plan asked for: hooks, batches, parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The strategy on CUDA; skipped without one. Two ranks need two devices (NCCL refuses to share
-one).
-"""
+"""The strategy on CUDA; skipped without one. Two ranks need two devices for NCCL."""
 
 from __future__ import annotations
 

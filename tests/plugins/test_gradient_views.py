@@ -1,6 +1,4 @@
-"""Gradients are tensors of their own, as under ddp, unless a memory limit, a plan or the user makes
-them views of buckets.
-"""
+"""Gradients are tensors of their own, unless a limit, a plan or the user makes them views."""
 
 from __future__ import annotations
 

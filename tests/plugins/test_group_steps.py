@@ -283,11 +283,10 @@ ACCUMULATED = {**CLIPPED, "accumulate_grad_batches": 2}
     "case",
     [
         Case(2, plan(1, recompute=True), CLIPPED),
-        pytest.param(Case(4, plan(2, "zero1"), ONCE | ACCUMULATED), marks=pytest.mark.thorough),
         Case(2, staged_plan(1, recompute=True), relative=1e-6),
         Case(4, staged_plan(2, storage="zero1"), ACCUMULATED, relative=1e-6),
     ],
-    ids=["slices", "slices zero1", "stages", "stages zero1"],
+    ids=["slices", "stages", "stages zero1"],
 )
 def test_a_fit_is_that_of_ddp(case: Case) -> None:
     check(case)
@@ -321,14 +320,14 @@ def split_most(module: Any, batch: Any) -> dict[str, Any]:
     return ParallelPlan.of_blocks(blocks, mesh=mesh, num_microbatches=2).to_dict()
 
 
-def model_fits(rank: int, name: str, given: dict[str, Any]) -> list[Any]:
+def model_fits(rank: int, given: dict[str, Any]) -> list[Any]:
     runs = []
     for trainer in (
         make_trainer("ddp", devices=2, max_epochs=1, use_distributed_sampler=False),
         topt_trainer(given, max_epochs=1, use_distributed_sampler=False),
     ):
         torch.manual_seed(0)
-        module, batches = getattr(transformers_models, name)()
+        module, batches = transformers_models.t5()
         losses = Losses()
         trainer.callbacks.append(losses)
         torch.manual_seed(rank)
@@ -347,16 +346,13 @@ class Losses(Callback):
         self.found.append(outputs["loss"].item())
 
 
-@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.thorough), "t5"])
-def test_models_of_others_train_as_under_ddp(name: str) -> None:
-    """They have dropout and padding."""
+def test_a_model_of_others_trains_as_under_ddp() -> None:
+    """It has dropout and padding."""
     torch.manual_seed(0)
-    module, batches = getattr(transformers_models, name)()
+    module, batches = transformers_models.t5()
     split = split_most(module.train(), next(iter(batches)))
     assert any("computes" in block for block in split["stages"][0]["blocks"])
-    for (losses, drawn, expected), (own_losses, own_drawn, found) in on_ranks(
-        model_fits, name, split
-    ):
+    for (losses, drawn, expected), (own_losses, own_drawn, found) in on_ranks(model_fits, split):
         assert len(losses) > 1 and own_losses == pytest.approx(losses, rel=1e-5)
         assert torch.equal(drawn, own_drawn)
         for key, value in expected.items():

@@ -1,6 +1,4 @@
-"""Hand-written plans on a mesh of 2 x 2 ranks under a Trainer: as one process, with all that a
-Trainer does to gradients.
-"""
+"""Hand-written plans on 2 x 2 ranks under a Trainer: as one process, whatever it does."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Evaluated(RecordingGPT):
-    """With a buffer that would grow apart, as the statistics of BatchNorm; its overflowing loss is
-    that of one rank.
-    """
+    """With a buffer that would grow apart; its overflowing loss is that of one rank."""
 
     def __init__(self, overflow: bool = False, fused: bool = False) -> None:
         super().__init__(layers=3)

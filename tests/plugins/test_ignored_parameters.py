@@ -1,6 +1,4 @@
-"""Parameters that the user keeps out of DistributedDataParallel: each rank has its own, under every
-strategy.
-"""
+"""Parameters kept out of DistributedDataParallel: each rank has its own, under any strategy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Files of Lightning's FSDPStrategy and ModelParallelStrategy, DeepSpeed's and ddp's, into any plan
-and back.
-"""
+"""Files of Lightning's FSDP and ModelParallel, DeepSpeed's and ddp's, into any plan and back."""
 
 from __future__ import annotations
 

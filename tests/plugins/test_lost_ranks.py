@@ -1,6 +1,4 @@
-"""A rank that is killed or stopped is named on the others, under every strategy, wherever it
-was.
-"""
+"""A rank that is killed or stopped is named on the others, under every strategy, anywhere."""
 
 from __future__ import annotations
 
@@ -248,18 +246,14 @@ def test_a_lost_rank_is_named_in_time(tmp_path: Path) -> None:
 
 
 class Stops(Loses):
-    """Leaves the numbers of its processes, so that the stopped one can be ended once the other
-    has.
-    """
+    """Leaves its processes' numbers, so that the stopped one can be ended after the other."""
 
     def on_train_start(self) -> None:
         Path(self.folder, str(self.global_rank)).write_text(str(os.getpid()))
 
 
 def end_stopped(folder: Path) -> None:
-    """Lightning would give the stopped rank half a minute once it has noticed that the other has
-    ended.
-    """
+    """Lightning would give the stopped rank half a minute after the end of the other."""
     while len(
         pids := [int(file.read_text() or 0) for file in sorted(folder.iterdir())]
     ) < 2 or not all(pids):
@@ -271,9 +265,7 @@ def end_stopped(folder: Path) -> None:
 
 @pytest.mark.parametrize("shares_step", [False, True])
 def test_forked_ranks_name_the_stopped_one(tmp_path: Path, shares_step: bool) -> None:
-    """Lightning asks neither strategy nor callback in ranks that it forked; the error comes from
-    there as text.
-    """
+    """Lightning asks neither strategy nor callback in forked ranks; the error comes as text."""
     options: Any = {"start_method": "fork", "timeout": LIMIT}
     strategy = (
         DDPStrategy(**options) if shares_step else AutoParallelStrategy(plan="ddp", **options)
@@ -311,9 +303,7 @@ print("FINISHED")
 
 
 def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) -> None:
-    """The main process says so itself before Lightning's observer kills it; without it, the others
-    do.
-    """
+    """The main process says so before Lightning's observer kills it; or the others do."""
     path = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     jobs = []

@@ -79,9 +79,7 @@ def test_steps_that_would_differ_on_other_ranks(
 
 
 class Deep(MLP):
-    """Eight equal layers: the smallest plan splits them over ranks, inside layers or between
-    them.
-    """
+    """Eight equal layers: the smallest plan splits them over ranks, inside or between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Optimizers whose step asks its closure as it likes, or communicates: equal to ``ddp``, or refused
-before the first step.
-"""
+"""Optimizers that ask their closure as they like, or communicate: as ``ddp``, or refused."""
 
 from __future__ import annotations
 

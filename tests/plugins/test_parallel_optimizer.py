@@ -12,21 +12,15 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_topt import (
-    ParallelOptimizerStep,
-)
+from lightning_topt import ParallelOptimizerStep
 from lightning_topt.communication.rank_watch import PeerLostError
 from lightning_topt.optim import adaptive_step
 from lightning_topt.plugins import parallel_optimizer
-from tests.models import GPT
 from tests.plugins.trainer_ranks import (
     RecordingGPT,
     loader,
@@ -64,36 +58,8 @@ class OwnGPT(RecordingGPT):
         return OwnRule(self.parameters(), lr=1e-2)
 
 
-class TwoOptimizers(RecordingGPT):
-    """Two optimizers by hand, one of which steps in every second batch only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        head = {id(parameter) for parameter in self.head.parameters()}
-        first = torch.optim.AdamW([p for p in self.parameters() if id(p) not in head], lr=1e-2)
-        second = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
-        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 2, gamma=0.5)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = GPT.training_step(self, batch, batch_idx)
-        first, second = self.optimizers()
-        first.zero_grad()
-        second.zero_grad()
-        self.manual_backward(loss)
-        first.step()
-        if batch_idx % 2:
-            second.step()
-        self.lr_schedulers().step()
-        return loss
-
-
 def fit(callback: ParallelOptimizerStep | None, **kwargs: Any) -> Result:
-    """Parameters, losses and decisions of a fit of the module `kind`, of 8 steps where nothing else
-    is said.
-    """
+    """Parameters, losses and decisions of a fit of the module `kind`, by default of 8 steps."""
     torch.manual_seed(0)
     options = {"max_steps": 8, "max_epochs": -1, "strategy": DDPStrategy(), **kwargs}
     module = options.pop("kind", RecordingGPT)()
@@ -184,7 +150,6 @@ EQUAL: list[tuple[dict[str, Any], dict[str, Any], float]] = [
     ({}, {}, DEAR),
     ({"always": True, "rule": "parameters"}, {"gradient_clip_val": 0.05}, DEAR),
     ({}, {"kind": OwnGPT}, FREE),
-    ({}, {"kind": TwoOptimizers, "max_steps": 26}, FREE),
     ({"always": True}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}, FREE),
     ({"always": True}, {"precision": "bf16-true"}, FREE),
     ({}, {"overflow": True, "max_steps": 12}, FREE),
@@ -237,11 +202,7 @@ def unfreezing() -> list[Any]:
 EPOCHS = {"max_steps": -1, "max_epochs": 4, "limit_train_batches": 3}
 
 
-OTHERS = [
-    (averaging, True),
-    (stochastic, False),
-    (unfreezing, True),
-]
+OTHERS = [(averaging, True), (stochastic, False), (unfreezing, True)]
 
 
 def beside(rank: int, others: Callable[[], list[Any]], always: bool) -> tuple[Result, Result]:

@@ -1,6 +1,4 @@
-"""Two "nodes", ranks with cache directories of their own: who reads what from where, and that
-training is the same.
-"""
+"""Two "nodes" with cache directories of their own: who reads what, and equal training."""
 
 from __future__ import annotations
 
@@ -177,9 +175,7 @@ def test_room_for_less_than_a_share_costs_exactly_what_does_not_fit(tmp_path):
 
 
 class Ends(pl.Callback):
-    """The process that serves node 1's samples is killed, or does not go on, when the second epoch
-    begins.
-    """
+    """The server of node 1's samples is killed, or stopped, when the second epoch begins."""
 
     def __init__(self, node, sign):
         self.node, self.sign = node, sign

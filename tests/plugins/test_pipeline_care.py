@@ -1,6 +1,4 @@
-"""What a pipeline does not run is refused with a reason; what goes wrong in one ends on every rank,
-and with its cause.
-"""
+"""What a pipeline does not run is refused with a reason; an error in one ends every rank."""
 
 from __future__ import annotations
 
@@ -182,9 +180,7 @@ def test_losses_that_are_sums_and_batches_that_differ() -> None:
 
 
 class Overflows(RecordingGPT):
-    """The third sample of the third batch has a loss without an end: that of one microbatch
-    alone.
-    """
+    """The third sample of the third batch has an infinite loss: one microbatch's alone."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch[:2], batch_idx) * batch[2].mean()

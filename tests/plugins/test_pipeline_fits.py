@@ -1,6 +1,4 @@
-"""Modules in a pipeline under a Trainer: losses, logged values, metrics, evaluation and files are
-those of one process.
-"""
+"""Modules in a pipeline under a Trainer: losses, logs, metrics and files of one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Pipelines whose ranks bring a batch each: where they are found, checkpoints, steps that cannot be
-cut.
-"""
+"""Pipelines whose ranks bring a batch each, where they are found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Pipelines under a Trainer of modules that others wrote, that are built late, that split layers;
-meshes to search; Ctrl-C.
-"""
+"""Pipelines under a Trainer: modules of others, built late, split; meshes; Ctrl-C."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class Pretrained(L.LightningModule):
 
 
 class BuiltLate(RecordingGPT):
-    """Has layers only when the fit begins: they are built on the meta device, and then get
-    values.
-    """
+    """Has layers only when the fit begins: built on the meta device, then given values."""
 
     def __init__(self) -> None:
         L.LightningModule.__init__(self)

@@ -1,6 +1,4 @@
-"""Plans with a gradient exchange, run by a Trainer on gloo ranks: against ``ddp``, chosen on a slow
-network, resumed.
-"""
+"""Plans with a gradient exchange on gloo ranks: against ``ddp``, chosen, resumed."""
 
 from __future__ import annotations
 
@@ -20,13 +18,7 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
-from tests.plugins.trainer_ranks import (
-    RecordingGPT,
-    loader,
-    make_trainer,
-    on_ranks,
-    state_of,
-)
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, state_of
 
 DEVICE = Device("one core", 2**33, {"float32": 5e10}, 1e10, 2e-6)
 SLOW = Cluster("0.1 Gb/s", DEVICE, 1, 2, Link(1e-4, 12.5e6), Link(1e-4, 12.5e6), backend="gloo")
@@ -188,8 +180,11 @@ def test_what_is_held_back_is_saved_and_resumed_also_whole_and_on_more_ranks(
 class StopEarly(L.Callback):
     """Ends a fit that was planned for more steps."""
 
+    def __init__(self, steps: int = 3) -> None:
+        self.steps = steps
+
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        trainer.should_stop = trainer.global_step >= 3
+        trainer.should_stop = trainer.global_step >= self.steps
 
 
 def by_loss(rank: int, steps: int) -> Any:

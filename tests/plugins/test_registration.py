@@ -1,6 +1,4 @@
-"""The names users select the strategy by: registry, environment, Lightning's CLI, the other
-package.
-"""
+"""The names of the strategy: registry, environment, Lightning's CLI, the other package."""
 
 from __future__ import annotations
 

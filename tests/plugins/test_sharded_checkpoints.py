@@ -1,6 +1,4 @@
-"""``checkpoint="sharded"``: folders of shards, resumed in the middle of an epoch under other plans
-and numbers of ranks.
-"""
+"""``checkpoint="sharded"``: folders of shards, resumed under other plans and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -83,9 +81,7 @@ def fit(plan: Any, *, path: Path | None = None, options: Any = SHARDED, **kwargs
 
 
 def fit_and_save(plan: Any, folder: Path, **kwargs: Any) -> Any:
-    """Two epochs of four steps, saved after six: in the middle of an epoch, and once more after the
-    fit.
-    """
+    """Two epochs of four steps, saved after six: in an epoch, and once more after the fit."""
     keep = ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=6, save_top_k=-1, save_last=True
     )
@@ -124,9 +120,7 @@ def on_two_ranks(rank: int, folder: Path) -> Any:
 
 
 def held_back(folder: Path) -> Any:
-    """What a gradient exchange holds back on each rank is in the folder as well; what such a
-    trainer says of storage options.
-    """
+    """What an exchange holds back on each rank is in the folder; options of storage."""
     exchange = TopK(density=0.1, hierarchical=False)
     plan = ParallelPlan.of_blocks(
         [BlockPlan("", OpConfig.zero(1))], mesh=2, gradient_exchange=exchange

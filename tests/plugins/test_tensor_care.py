@@ -1,6 +1,4 @@
-"""User code between steps, where a plan splits parameters: looks at these are refused at once, what
-steps leave is whole.
-"""
+"""User code between steps, where a plan splits parameters: refused at once, or right."""
 
 from __future__ import annotations
 

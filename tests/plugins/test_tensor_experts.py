@@ -1,6 +1,4 @@
-"""Mixtures of experts, written with torch's operators or by transformers, are found to split along
-experts, and train alike.
-"""
+"""Mixtures of experts are found to split along experts, and train alike."""
 
 from __future__ import annotations
 

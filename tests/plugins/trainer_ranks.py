@@ -1,6 +1,4 @@
-"""Trainers on ranks that the test started itself, so that a test sees every rank and may fit more
-than once.
-"""
+"""Trainers on ranks that the test started itself: it sees every rank, and may fit again."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -43,9 +42,7 @@ class Tokens(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RecordingGPT(GPT):
-    """Keeps the loss of each step, averaged over ranks; learns with a rate schedule; evaluates and
-    predicts.
-    """
+    """Keeps the mean loss of each step; learns with a schedule; evaluates and predicts."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -109,6 +106,17 @@ def mean_over_ranks(value: Tensor) -> float:
 def loader(batch_size: int, **kwargs: Any) -> DataLoader[Any]:
     """Batches of `Tokens`, in order."""
     return DataLoader(Tokens(**kwargs), batch_size=batch_size, shuffle=False)
+
+
+class SaveAfterEpoch(L.Callback):
+    """Saves once, after the epoch of this number."""
+
+    def __init__(self, path: Path | str, epoch: int = 0) -> None:
+        self.path, self.epoch = path, epoch
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
 
 
 class OwnShare:

@@ -1,6 +1,4 @@
-"""A schedule run in the plainest way: ranks take turns, and whoever has what its next pass needs
-runs it.
-"""
+"""A schedule in the plainest way: ranks take turns, each runs what has all it needs."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from lightning_topt.schedules.schedules import Schedule
 
 
 def runs(schedule: Schedule, needs: Mapping[int, Sequence[int]] | None = None) -> bool:
-    """Return whether every rank comes to its end, and every pass was run exactly once and with what
-    it needs.
-    """
+    """Return whether every rank ends, and every pass ran once and with what it needs."""
     done: list[tuple[str, int, int]] = []
     stages = range(schedule.num_stages)
     sources = {stage: [stage - 1] if stage else [] for stage in stages} if needs is None else needs

@@ -43,9 +43,7 @@ class SlowSimulator:
         return self.now
 
     def operations(self, actions: tuple[Action, ...]) -> list[tuple[str, Any]]:
-        """Return what a rank does in order: passes, and with transfers that occupy it, also
-        these.
-        """
+        """Return what a rank does in order: passes, and transfers where they occupy it."""
         found: list[tuple[str, Any]] = []
         for action in actions:
             if not self.costs.overlapped:
@@ -56,9 +54,7 @@ class SlowSimulator:
         return found
 
     def tensors(self, action: Action, *, out: bool) -> list[Any]:
-        """Return (source stage, target stage, gradient, microbatch) of what an action sends or
-        receives between ranks.
-        """
+        """Return (source, target, gradient, microbatch) of what an action moves between ranks."""
         back, rank_of = action.kind != "forward", self.schedule.rank_of_stage
         if action.kind in ("backward_weight", "update"):
             return []

@@ -1,6 +1,4 @@
-"""The checker: good schedules pass, and each kind of mistake is named; random mutations beside the
-plain interpreter.
-"""
+"""The checker: good schedules pass, mistakes are named; mutations beside the interpreter."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def test_mistakes_are_named(change: Callable[[Rows], object], word: str) -> None
 
 
 def test_skips_are_waited_for() -> None:
-    """Stage 2 runs microbatch 1 first: legal where it needs nothing of stage 1, of which microbatch
-    0 comes first.
-    """
+    """Stage 2 runs microbatch 1 first: legal where it needs nothing of stage 1."""
     rows = {
         0: [("forward", 0, 0), ("forward", 0, 1)],
         1: [("forward", 1, 0), ("forward", 2, 1), ("forward", 1, 1), ("forward", 2, 0)],

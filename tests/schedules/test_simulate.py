@@ -130,9 +130,7 @@ def test_bubbles_of_the_papers(ranks: int) -> None:
 
 
 def test_bubbles_of_zero_bubble_schedules_whose_passes_differ() -> None:
-    """(P - 1) (F + B - W) over the stages per rank, for passes F, B, W with W <= B, but not
-    beyond.
-    """
+    """(P - 1) (F + B - W) over the stages per rank, for W <= B, but not beyond."""
     for name, stages_per_rank in (
         ("zero_bubble", 1),
         ("interleaved_zero_bubble", 2),

@@ -64,9 +64,7 @@ CASES = [(0, False), (0, True), (1, True)]
 
 
 def plans_and_predictions() -> list[tuple[ParallelPlan, list[float]]]:
-    """Of each case the plan, and the predicted MiB of the forward pass, the backward pass and the
-    step.
-    """
+    """Of each case the plan, and predicted MiB of forward, backward and the step."""
     module, found = Stack(), []
     graph = capture(module, torch.randn(128, 480))
     optimizers, named = make_fake_optimizers(module, device=CPU)
@@ -132,9 +130,7 @@ def peaks(plan: ParallelPlan) -> list[float]:
 
 @linux
 def test_whole_gradients_take_what_was_predicted() -> None:
-    """Up to what a process keeps beside tensors, some MiB; not all results of an update arrive at
-    once.
-    """
+    """Up to what a process keeps beside tensors, some MiB; updates arrive one by one."""
     expected = plans_and_predictions()
     for rank in run_ranks(measured, 2, [plan for plan, _ in expected], fresh=True):
         for case, (_, sizes), found in zip(CASES, expected, rank, strict=True):

@@ -122,9 +122,7 @@ def simulate_replicated(graph, profile, configs, world_size, rank, views):
 
 
 class Fsdp:
-    """One step of FSDP2 as its source reads: gathers, prefetches, reductions, each buffer by
-    itself.
-    """
+    """One step of FSDP2 as its source reads: gathers, prefetches, reductions, by buffer."""
 
     def __init__(self, graph, profile, configs, world_size, backend):
         self.graph, self.profile, self.size, self.memory = graph, profile, world_size, Memory()

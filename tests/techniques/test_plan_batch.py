@@ -1,6 +1,4 @@
-"""Many plans at once against one at a time, and what is known of equal blocks against blocks looked
-at one by one.
-"""
+"""Many plans at once against one at a time, and equal blocks against each by itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Seconds of plans against a simulated network; what is legal; what configurations and measurements
-change.
-"""
+"""Seconds of plans against a simulated network; what is legal; configurations."""
 
 from __future__ import annotations
 
@@ -149,9 +147,7 @@ def test_optimizers_limit_the_space():
 
 @pytest.mark.parametrize("level", [0, 2])
 def test_returned_memory_costs_its_page_faults(level):
-    """What is allocated, the optimizer's temporaries and the buffers of sharded plans, at the price
-    of the device.
-    """
+    """What is allocated, an optimizer's temporaries, buffers of shards, by the device's price."""
     graph = random_graph(3)
     large = replace(graph.parameters[0], shape=(512, 256), trainable=True)  # 512 KiB
     allocated = Amount(1 << 17)

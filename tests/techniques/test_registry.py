@@ -1,6 +1,4 @@
-"""What the registry says that can be run: a placement has at most one technique, and one without is
-refused.
-"""
+"""What the registry says that can be run: one technique for a placement, or a refusal."""
 
 from __future__ import annotations
 

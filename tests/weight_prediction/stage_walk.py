@@ -1,6 +1,4 @@
-"""One stage of a continuous pipeline without the others: its actions in order, with gradients of a
-fixed random sequence.
-"""
+"""One stage of a continuous pipeline alone: its actions, with random gradients."""
 
 from __future__ import annotations
 

@@ -55,9 +55,7 @@ def flat(tensors) -> list[torch.Tensor]:
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_find_the_true_weights(rule, optimizer, dtype):
-    """With given gradients the weights are in the end those of a loop of steps, bit for bit,
-    whatever passes computed with.
-    """
+    """With given gradients the weights are those of a loop of steps, bit for bit."""
     parameters, plain = make_parameters(dtype), make_parameters(dtype)
     stepped, other = make_optimizer(optimizer, parameters), make_optimizer(optimizer, plain)
     accumulate, stage = accumulated(rule), 0
@@ -141,9 +139,7 @@ def test_one_stage_is_plain_training(rule, optimizer):
 
 @every_rule
 def test_parameters_without_gradients_stay(rule, optimizer):
-    """Frozen ones, and those of other stages, of which only one element is in memory; nothing of
-    either is copied.
-    """
+    """Frozen ones, and those of other stages, one element each; nothing of them is copied."""
     parameters = make_parameters()
     with torch.no_grad():
         parameters[0].data = torch.full((), float("nan")).expand(64, 64)

@@ -49,9 +49,7 @@ ADAM_VARIANTS = [
 
 
 def trained(kind, variant, *, dtype=torch.float32, steps=4, **options):
-    """Parameters after some steps of random gradients; with Adam the last one has made a step less
-    than the others.
-    """
+    """Parameters after steps of random gradients; with Adam the last had one less."""
     parameters = make_parameters(dtype)
     optimizer = kind(parameters, **{**options, **variant})
     for step in range(steps):
@@ -375,9 +373,7 @@ def test_optimizers_that_the_default_does_not_know_stash():
 
 @pytest.mark.parametrize("rule", ["spectrain", "multistep"])
 def test_autocast_casts_predicted_weights_and_keeps_the_casts(rule):
-    """Masters are float32 and predicted as such; the backward pass uses the casts of the forward
-    pass.
-    """
+    """Masters are float32 and predicted so; backward uses the casts of the forward pass."""
     torch.manual_seed(0)
     linear, inputs = nn.Linear(4, 4, bias=False), torch.randn(2, 4, requires_grad=True)
     optimizer = optim.AdamW(linear.parameters(), lr=0.1)

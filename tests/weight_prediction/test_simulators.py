@@ -1,6 +1,4 @@
-"""The package's rules in a simulated pipeline against the pipeline by its definition, which keeps
-all weights.
-"""
+"""The package's rules in a simulated pipeline against its definition with all weights."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ CASES = [(optimizer, rule) for optimizer, rules in RULES.items() for rule in rul
 
 
 class Layer(nn.Module):
-    """Two operators whose gradients need their weights, so that forward and backward weights both
-    count.
-    """
+    """Two operators whose gradients need their weights: both kinds of weights count."""
 
     def __init__(self) -> None:
         super().__init__()

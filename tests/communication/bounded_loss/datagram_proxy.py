@@ -14,9 +14,7 @@ Address = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Faults:
-    """Shares of datagrams that are lost, doubled, sent as well in a cut form, and held back behind
-    others.
-    """
+    """Shares of datagrams that are lost, doubled, sent also in a cut form, and held back."""
 
     lost: float = 0.0
     doubled: float = 0.0
@@ -26,9 +24,7 @@ class Faults:
 
 
 class DatagramProxy(threading.Thread):
-    """Rank i reaches rank j at a port of its own; what comes there leaves from the port at which j
-    reaches i.
-    """
+    """Rank i reaches rank j at a port of its own, from which what it gets of j comes, too."""
 
     def __init__(self, addresses: Sequence[Address], faults: Faults) -> None:
         super().__init__(daemon=True)

@@ -1,6 +1,4 @@
-"""Ranks of an exchange in this process: each has its thread and sockets, the loopback is the
-network.
-"""
+"""Ranks of an exchange in this process: each has its thread and sockets, by the loopback."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def step(
 
 
 def whole_numbers(numel: int, *, seed: int) -> np.ndarray:
-    """Random whole numbers as float32, none of them 0: sums are exact in any order, and what is
-    missing shows.
-    """
+    """Whole numbers as float32, none of them 0: sums are exact, and what is missing shows."""
     random = np.random.default_rng(seed)
     return (random.integers(1, 1000, numel) * random.choice([-1, 1], numel)).astype(np.float32)
 

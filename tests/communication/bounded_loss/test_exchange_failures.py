@@ -18,10 +18,7 @@ import numpy as np
 import pytest
 
 from lightning_topt.communication.bounded_loss.delivery import PeerSilentError
-from lightning_topt.communication.bounded_loss.exchange import (
-    BoundedLossExchange,
-    open_endpoint,
-)
+from lightning_topt.communication.bounded_loss.exchange import BoundedLossExchange, open_endpoint
 from lightning_topt.communication.bounded_loss.messages import KINDS
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import SECONDS, exchanges, step, whole_numbers
@@ -112,9 +109,7 @@ def _header(key, *, kind=1, rank=1, step=1, tensor=0, segment=0, size=40, sequen
 
 
 def _wrong_datagrams(key, source):
-    """10,000 that none should act upon, sent from `source`: noise, wrong keys, and known keys with
-    wrong contents.
-    """
+    """10,000 that none should act upon: noise, wrong keys, known keys with wrong contents."""
     chance = random.Random(3)
     for number in range(10_000):
         body = chance.randbytes(chance.randrange(0, 1500))
@@ -144,9 +139,7 @@ def _wrong_datagrams(key, source):
 
 
 def test_wrong_datagrams_change_nothing():
-    """Sent to a rank from another port, which suffices to drop them, and from the peer's own
-    socket.
-    """
+    """Sent from another port, which suffices to drop them, and from the peer's own socket."""
     values = [whole_numbers(20_000, seed=rank) for rank in range(2)]
     with exchanges(2) as ranks:
         step(ranks, values)
@@ -182,9 +175,7 @@ def _port_of(exchange):
 
 
 def _wait_until_read(exchange):
-    """Wait until nothing lies in the socket, where the kernel would drop what comes on top of too
-    much.
-    """
+    """Wait until nothing lies in the socket, where the kernel would drop what is too much."""
     end = time.monotonic() + SECONDS
     with _own_socket(exchange) as own:
         while struct.unpack("i", fcntl.ioctl(own, termios.FIONREAD, bytes(4)))[0]:

@@ -45,9 +45,7 @@ def test_order_of_additions_is_that_of_ranks():
 
 
 def test_delivered_and_residual_are_the_contribution():
-    """Under loss, doubling, cutting and reordering, element for element; several steps of several
-    buckets.
-    """
+    """Under loss, doubling, cutting and reordering, element for element; several steps."""
     lost = 0.0
     with exchanges(3, faults=BAD_NETWORK, options=SMALL_PARTS) as ranks:
         for number in range(4):
@@ -101,9 +99,7 @@ def in_halves(values: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("world_size", "numel"), [(2, 70_001), (3, 50_000)])
 def test_16_bits_on_the_way(world_size, numel):
-    """Contributions and means are rounded as torch does, sums are float32; what was lost is known
-    in full.
-    """
+    """Contributions and means are rounded as by torch, sums are float32; losses are known."""
     exact = ((7, 300), (10_000, 20_001))
     with exchanges(world_size, faults=Faults(lost=0.05), options=WireOptions(bits=16)) as ranks:
         for number in range(3):

@@ -34,9 +34,7 @@ def fresh_path() -> Path:
 
 
 def rounds(row: LinkState, count: int, *, lost_each: int = 0, size: int = 100) -> None:
-    """So many rounds of 2 ms with that many datagrams, all limited by the window; one receiver
-    reports.
-    """
+    """So many rounds of 2 ms with so many datagrams, limited by the window; one receiver."""
     path, now = fresh_path(), float(row.round_began)
     for number in range(1, count + 1):
         now += 2e-3

@@ -1,6 +1,4 @@
-"""Training under the continuous schedule on running ranks, and by one process, as tests compare
-them.
-"""
+"""Training under the continuous schedule on ranks, and in one process, to be compared."""
 
 from __future__ import annotations
 

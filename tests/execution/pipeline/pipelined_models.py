@@ -46,9 +46,7 @@ class Layers(Base):
 
 
 class Tied(Base):
-    """Tied embeddings by a function, a position table of the root, masks, a scale; operators that
-    draw between blocks.
-    """
+    """Tied embeddings by a function, a root's table, masks, a scale; draws between blocks."""
 
     blocks = ("embed", "layers.0", "layers.1", "norm")
 
@@ -94,9 +92,7 @@ class Pair(nn.Module):
 
 
 class Mixed(Base):
-    """Dictionaries over cuts, integer and boolean tensors, tensors without gradient, a module
-    called three times.
-    """
+    """Dictionaries over cuts, integers, booleans, no gradients, a module called three times."""
 
     blocks = ("first", "second", "third", "head")
 

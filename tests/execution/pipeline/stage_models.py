@@ -45,9 +45,7 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """The head is the embedding, by a parameter that is shared, and once more by a functional
-    operator.
-    """
+    """The head is the embedding, by a shared parameter, and again by a functional operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +57,7 @@ class Tied(Plain):
 
 
 class Chain(Plain):
-    """Each block needs what the one before it returns, and nothing else crosses a cut: sums of
-    gradients keep their order.
-    """
+    """Each block needs the one before it, and nothing else crosses: gradients keep their order."""
 
     def __init__(self, dropout: float = 0.0, *, normed: bool = False) -> None:
         super().__init__(dropout)
@@ -158,9 +154,7 @@ class Spectrum(nn.Sequential):
 
 
 class Shortcut(Plain):
-    """NCCL knows no dtype that blocks return. In evaluations the last stage needs what the first
-    one makes.
-    """
+    """NCCL knows no dtype that blocks return. Evaluations end with what the first stage makes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""All stages of a pipeline one after the other in one process, on one module, and the plain step to
-compare them with.
-"""
+"""All stages of a pipeline in turn in one process, and the plain step to compare them with."""
 
 from __future__ import annotations
 

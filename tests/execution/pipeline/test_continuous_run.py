@@ -1,6 +1,4 @@
-"""The continuous pipeline on running ranks: one minibatch in flight is plain training, several are
-those of its schedule.
-"""
+"""The continuous pipeline on ranks: one minibatch in flight is plain training."""
 
 from __future__ import annotations
 
@@ -176,9 +174,7 @@ def test_replicas_average_the_gradients_of_a_minibatch(
 
 
 def test_replicas_exchange_compressed_gradients(trained: dict[str, list[Outcome]]) -> None:
-    """Sent whole, the same as averages; sent in part, the same on both replicas, and learnt from as
-    well.
-    """
+    """Sent whole, the same as averages; sent in part, the same on both replicas."""
     case = replace(COMPRESSED["sent whole"], plan=plan(2, "spectrain"), sizes=[16])
     expected = Twin(case).run()
     whole, part = trained["sent whole"], trained["sent in part"]

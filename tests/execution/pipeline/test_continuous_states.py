@@ -94,9 +94,7 @@ SIZES = [0, 5, 1024, 5000, 1025, 20_000, 3]  # of payloads
 
 
 def _payloads(rank: int) -> tuple[list[Any], list[Any]]:
-    """Bytes of any number travel back, with the minibatch whose they are; those without are told
-    from empty ones.
-    """
+    """Bytes of any number travel back with their minibatch; none are told from empty ones."""
     job, count = Job(continuous_plan(WORLD)), iter(range(100))
 
     def payload() -> tuple[bytes, Tensor]:
@@ -127,9 +125,7 @@ def _nan() -> tuple[dict[int, float], dict[int, float]]:
 
 
 def _held() -> tuple[list[int], list[tuple[int, int]], list[int]]:
-    """Minibatches whose graphs are there when a forward pass begins, bytes that the run holds,
-    objects of the process.
-    """
+    """Graphs that are there when a forward pass begins, bytes held, objects of the process."""
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
     graphs: list[int] = []
 
@@ -166,9 +162,7 @@ class _Saved:
 
 
 def _resumed(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The whole state of a run, and that of one which goes on from a drained checkpoint of its
-    middle.
-    """
+    """The whole state of a run, and that of one which goes on from its drained middle."""
     plan = continuous_plan(WORLD, prediction="spectrain")
     first = Job(plan, "chain tied", optimizer=sgd, clip=0.2)
     first.train(0, 9)

@@ -1,6 +1,4 @@
-"""Passes of stages under autocast and without gradients, with metrics and logs, hooks and
-checkpoints; and their errors.
-"""
+"""Passes of stages: autocast, no gradients, metrics, logs, hooks, checkpoints; their errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What ranks of a pipeline hold while a schedule runs: graphs of microbatches that are under way,
-and no others.
-"""
+"""What ranks hold while a schedule runs: graphs of microbatches under way, and no others."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ class Saved:
 
 
 def graphs_held(rank: int, schedules: Sequence[str]) -> list[list[int]]:
-    """For each schedule how many microbatches had a graph when each forward pass of this rank
-    began.
-    """
+    """For each schedule how many microbatches had a graph at each forward pass of this rank."""
     return [_graphs_held(schedule) for schedule in schedules]
 
 

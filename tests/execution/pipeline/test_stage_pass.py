@@ -1,6 +1,4 @@
-"""Every stage of every cut does what one process does: loss, gradients, buffers and random
-numbers.
-"""
+"""Every stage of every cut does as one process: loss, gradients, buffers, random numbers."""
 
 from __future__ import annotations
 

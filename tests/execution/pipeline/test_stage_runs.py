@@ -1,6 +1,4 @@
-"""Plans with stages on running ranks: losses, gradients, states and what follows are those of one
-process.
-"""
+"""Plans with stages on ranks: losses, gradients, states, and what follows, of one process."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What training leaves: losses of all microbatches, the gradients of the last step, states,
-    norms, logits.
-    """
+    """What training leaves: losses, the last step's gradients, states, norms, logits."""
 
     losses: list[Tensor]
     gradients: dict[str, Tensor]

@@ -1,6 +1,4 @@
-"""States of a run with stages: whole or in a folder they go on under any other plan, and in one
-process.
-"""
+"""States of a run with stages go on, whole or in a folder, under any plan and in one process."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ FROM_FOLDER = ("zbv, data 2", "1f1b, tensor 2", "zero3")
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """The first has parameters of the first stage alone, so that other ranks step it without
-    any.
-    """
+    """The first has parameters of the first stage alone: other ranks step it without any."""
     first = [parameter for name, parameter in model.named_parameters() if name == "positions"]
     rest = [parameter for name, parameter in model.named_parameters() if name != "positions"]
     return [

@@ -1,6 +1,4 @@
-"""Weights are written to while backward passes that saved them are to come: what these compute
-with, in any kind of block.
-"""
+"""Weights are written to while backward passes that saved them are to come, in any block."""
 
 from __future__ import annotations
 
@@ -117,9 +115,7 @@ def test_backward_computes_with_the_weights_that_are_there(name: str, how: str) 
 
 
 def by_hand(model: nn.Module, x: Tensor, newest: list[Tensor]) -> list[Tensor | None]:
-    """Return gradients where the memory below the saved tensors is rewritten, of which autograd
-    knows nothing at all.
-    """
+    """Return gradients where the saved tensors' memory is rewritten, unseen by autograd."""
     first = loss(model, x)
     for parameter, value in zip(model.parameters(), newest, strict=True):
         parameter.data.copy_(value)

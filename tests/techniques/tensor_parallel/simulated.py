@@ -1,6 +1,4 @@
-"""Every row of a kind on simulated ranks: cut as it says, run, put together, and compare with the
-function on whole tensors.
-"""
+"""Every row of a kind on simulated ranks, against the function on whole tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
 
 
 class Sample:
-    """A call as users write it; `parts` are those that shards may have, `fixed` the tensors that
-    take no gradient.
-    """
+    """A call as users write it; `parts`: what shards have, `fixed`: no gradient."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""Every row of every kind gives what the function gives on whole tensors: results and gradients, on
-simulated ranks.
-"""
+"""Every row of every kind gives the results and gradients of the function on whole tensors."""
 
 from __future__ import annotations
 

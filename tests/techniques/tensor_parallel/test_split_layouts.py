@@ -1,6 +1,4 @@
-"""Layouts along one, two and three axes are found by what products do, and run as one process
-does.
-"""
+"""Layouts along one, two and three axes are found, and run as one process does."""
 
 from __future__ import annotations
 

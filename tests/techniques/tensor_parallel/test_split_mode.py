@@ -162,9 +162,7 @@ def test_recurrent_layers() -> None:
 
 
 def evaluation(rank: int) -> float:
-    """Outputs of torch's layers in eval mode, where they would take kernels that see all
-    weights.
-    """
+    """Outputs of torch's layers in eval mode, where kernels would see all weights."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     module = nn.TransformerEncoder(layer, 2).eval()

@@ -211,9 +211,7 @@ def attention_loss(module: nn.Module) -> Tensor:
 
 
 class Images(nn.Module):
-    """Convolutions of several kinds. In double precision: statistics of batches amplify
-    rounding.
-    """
+    """Convolutions. In double precision: statistics of batches amplify rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,9 +292,7 @@ def test_models(ranks: int, names: Iterable[str]) -> None:
 def on_two_axes(
     placements: Mapping[str, tuple[Placement, ...]], *, other: bool
 ) -> dict[str, tuple[Placement, ...]]:
-    """Weights cut along the same dim twice, or along inputs and outputs; what has parts or one dim
-    on the first axis only.
-    """
+    """Weights cut along one dim twice, or along inputs and outputs."""
     found = {}
     for name, (shard,) in placements.items():
         assert isinstance(shard, Shard)

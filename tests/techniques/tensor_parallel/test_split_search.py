@@ -1,6 +1,4 @@
-"""Which parameters to split is found by walking the calls of a forward; the answers are those of
-trying everything.
-"""
+"""Which parameters to split, found by a walk: as trying everything does."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def values(split: BlockSplit) -> tuple[float, ...]:
 def everything(
     found: FunctionTrace, costs: SplitPrices, module: nn.Module, whole: set[int]
 ) -> set[tuple[float, ...]]:
-    """The Pareto set of all placements of all parameters; those of norms, a few numbers, are
-    whole.
-    """
+    """The Pareto set of all placements of all parameters but norms, a few numbers."""
     norms = {
         ref.parameter for call in found.calls if KINDS.get(call.func) is NORM for ref in call.inputs
     }

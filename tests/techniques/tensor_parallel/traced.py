@@ -46,9 +46,7 @@ class Step(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Queries, keys and values in matrices of their own, keys and values in fewer heads, and a
-    gated MLP.
-    """
+    """Queries, keys, values in own matrices, fewer heads of the latter, and a gated MLP."""
 
     def __init__(self, width: int = 64, heads: int = 8, groups: int = 4, hidden: int = 96) -> None:
         super().__init__()
@@ -103,9 +101,7 @@ class CollectiveCall(NamedTuple):
 def run(
     module: nn.Module, batch: Any, placements: Mapping[str, Placement], ranks: int
 ) -> list[CollectiveCall]:
-    """Return the collective calls of one step, forward and backward, in the order in which they are
-    made.
-    """
+    """Return the collective calls of one step, forward and backward, in their order."""
     copied, mode = fake_copy(module)
     calls: list[CollectiveCall] = []
     axes = TensorAxes(("tensor",), (ranks,), (0,), (None,))

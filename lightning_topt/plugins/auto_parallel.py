@@ -36,6 +36,7 @@ from lightning_topt.costs.accuracy import LEVEL
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.errors import explain_shards
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.data_parallel_hooks import (
     DataParallelHooks,
@@ -48,6 +49,7 @@ from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.plan_request import (
     Allow,
     AllowStaleness,
+    check_values,
     needs_plan,
     read_request,
 )
@@ -284,6 +286,12 @@ class AutoParallelStrategy(DataParallelHooks):
         self._guard.open(None)
         super().setup(trainer)
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # what is on the meta device takes no values
+        return self.lightning_module is not None and is_on_meta(self.lightning_module)
+
     @override
     def model_to_device(self) -> None:
         module = self.lightning_module
@@ -292,6 +300,7 @@ class AutoParallelStrategy(DataParallelHooks):
         if module.trainer.state.fn == TrainerFn.FITTING:
             ranks = self.world_size // self.num_nodes
             self._is_asked = needs_plan(self.request, module, self.root_device, ranks=ranks)
+        check_values(module, is_planned=self._is_asked)
         # Under a plan each tensor gets there once it is in shards.
         if not self._is_asked:
             super().model_to_device()

@@ -53,7 +53,7 @@ class PlanCheckpoints:
         self, module: pl.LightningModule | None, *, without_plan: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the state of the module, in the form of checkpoints."""
-        engine = self._run.engine
+        engine = self._run.engine_of_module
         trains_alone = engine is not None and engine.plan.local_steps is not None
         # Before ranks meet: the others may be anywhere.
         if trains_alone and module is not None and module.trainer.interrupted:

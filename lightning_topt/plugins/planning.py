@@ -55,6 +55,7 @@ from lightning_topt.graph.errors import (
 )
 from lightning_topt.graph.manual_steps import optimizes_manually
 from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import (
@@ -373,8 +374,10 @@ def trace_step(
             graph = _capture(trainer, batch, trace, scales=scales, repeats=repeats)
         return Fit(trainer, batch, graph, alone, frozenset(reads), trace)
     except Exception as error:
-        # In this process, which is a copy, a real step leaves nothing behind.
-        if not may_need_values(error) or trainer.strategy.root_device.type != "cpu":
+        # In this process, which is a copy, a real step leaves nothing behind. One of a module on
+        # the meta device would need memory that no rank may have.
+        is_on_host = trainer.strategy.root_device.type == "cpu"
+        if not may_need_values(error) or not is_on_host or is_on_meta(trainer.lightning_module):
             raise
         try:
             with noted_reads() as reads:

@@ -45,7 +45,7 @@ from torchmetrics import Metric
 
 from lightning_topt.communication.value_exchange import check_packs
 from lightning_topt.graph.kernels import NAMESPACES
-from lightning_topt.graph.module_copy import silence
+from lightning_topt.graph.module_copy import is_on_meta, silence
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
@@ -264,6 +264,8 @@ def _averages_apart(fit: Fit) -> str | None:
         if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             continue
         name, own = type(callback).__name__, callback._device
+        if is_on_meta(fit.module):
+            return f"{name} copies parameters on the meta device before they have values"
         if own is not None and torch.device(own).type != strategy.root_device.type:
             return f"{name} keeps its averages on another device ({own}); give it device=None"
         if getattr(strategy, "checkpoint_form", "full") != "full":
@@ -380,9 +382,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda fit: fit.parameter(lambda parameter: isinstance(parameter, DTensor)),
     ),
     Requirement(
-        (SHARDED,),
-        "parameter {} is on the meta device; give it values in configure_model",
-        lambda fit: fit.parameter(lambda parameter: parameter.is_meta),
+        (SLICES, *_TOGETHER),
+        "parameters are on the meta device, which data axes alone give values (plan='zero3')",
+        lambda fit: is_on_meta(fit.module),
     ),
     Requirement((SHARDED,), "parameter {}, a tensor class of its own", _own_tensor),
     Requirement(

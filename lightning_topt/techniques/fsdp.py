@@ -58,6 +58,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.optim.shard_step import as_dtensor
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
@@ -415,6 +416,7 @@ class _Sharding:
             ignored_params=ignored,
             mp_policy=policy,
         )
+        _give_rows(model, sharded, named)
         for parameter in named.values():
             # Optimizers and the user's code may hold the original Parameter objects (they come back
             # in `undo`); their memory must not stay.
@@ -473,6 +475,21 @@ class _Sharding:
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+@torch.no_grad()
+def _give_rows(
+    model: ParallelModel, sharded: FSDPModule, named: Mapping[str, nn.Parameter]
+) -> None:
+    # Give this rank's rows to parameters that FSDP2 has sharded on the meta device
+    now = dict(model.module.named_parameters(remove_duplicate=False))
+    rows = {now[name]: model.rows.pop(p) for name, p in named.items() if p in model.rows}
+    for group in sharded._get_fsdp_state()._fsdp_param_groups:
+        for param in group.fsdp_params:
+            if (own := rows.get(shard := param.sharded_param)) is not None:
+                new = nn.Parameter(as_dtensor(own, shard), requires_grad=shard.requires_grad)
+                param._setattr_on_modules(new)
+                param.reset_sharded_param()  # which pads uneven ones
 
 
 def _to_shard(model: ParallelModel, block: str) -> dict[str, nn.Parameter]:

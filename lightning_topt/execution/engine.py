@@ -103,7 +103,7 @@ class Engine:
         self.data_group: dist.ProcessGroup | None = None
         # of the plan's gradients, or of replicas that train alone, once applied
         self.exchange: CompressedExchange | OuterSteps | None = None
-        self._began_on_meta = False
+        self.began_on_meta = is_on_meta(module)
         self._parameters = _checked_parameters(plan, module)
         self._applied = AppliedTechniques(self._parameters)
 
@@ -115,7 +115,7 @@ class Engine:
     @property
     def keeps_shards(self) -> bool:
         """Whether `release` leaves shards: those of a module that began on the meta device."""
-        return self._began_on_meta and self.has_shards
+        return self.began_on_meta and self.has_shards
 
     @property
     def is_replicated(self) -> bool:
@@ -182,8 +182,7 @@ class Engine:
             stage_group=None if self._stages is None else self._stages.groups.data_group,
             made_groups=self._made_groups,
         )
-        if is_on_meta(self.module):
-            self._began_on_meta = True
+        if self.began_on_meta:
             give_first_values(model)
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:

@@ -289,8 +289,9 @@ class AutoParallelStrategy(DataParallelHooks):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # what is on the meta device takes no values
-        return self.lightning_module is not None and is_on_meta(self.lightning_module)
+        # what is on the meta device takes no values; asked before setup, and after it
+        module, engine = self.lightning_module, self._run.engine
+        return module is not None and (engine.began_on_meta if engine else is_on_meta(module))
 
     @override
     def model_to_device(self) -> None:

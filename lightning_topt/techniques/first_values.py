@@ -1,30 +1,31 @@
 """First values of a module on the meta device, of which a rank keeps what the plan gives it.
 
-    once it is made              its ``reset_parameters()``, or ``_reset_parameters()`` (torch's own)
-    once one around it is made   the ``_init_weights(module)`` of that, where it has one: what models
-                                 of transformers, timm and nanoGPT apply to all that is in them
+    when it is made              its ``reset_parameters()`` (``_reset_parameters()``, torch's own)
+    when one around it is made   the ``_init_weights(module)`` of that, where it has one, as models
+                                 of transformers, timm and nanoGPT apply it to all that is in them
 
-Modules come as in ``nn.Module.apply``: children first. Constructors draw nothing on the meta device,
-so these calls draw what they would have drawn, and values are those of a whole module for a seed.
-That holds where modules are made in this order, and draw in these methods only.
+Children come first, as in ``nn.Module.apply``. Constructors draw nothing on the meta device, so
+these calls draw what they would have drawn: values are those of a whole module for a seed. That
+holds where modules are made in this order, and draw in these methods only.
 
 What one call writes is on the host at once, as constructors make it: a leaf's tensors, mostly. A
-run on the meta device says beforehand what that is (`_written`). Values are rank 0's, as under DDP.
-What the plan keeps whole gets memory, in the same Parameter objects, and so do buffers. Of the
-others `ParallelModel.rows` has this rank's part: FSDP2 takes them on the meta device, and shards
-their first dim by ``torch.chunk``. A tied parameter has the values of the first module that has it.
+run on the meta device says beforehand what that is. Values are rank 0's, as under DDP. What the
+plan keeps whole gets memory, in the same Parameter objects, and so do buffers. Of the others
+`ParallelModel.rows` has this rank's part: FSDP2 takes them on the meta device, and shards their
+first dim. A tied parameter has the values of the first module that has it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.errors import PlanError
@@ -32,7 +33,6 @@ from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.techniques.technique import ParallelModel, shard_axes
 
 Fill = Callable[[], Any]
-Slot = tuple[dict[str, Any], str]  # the parameters or buffers of a module, and a name
 
 
 @torch.no_grad()
@@ -42,64 +42,43 @@ def give_first_values(model: ParallelModel) -> None:
     Torch's generator goes on as it does where a whole module is made. Raises PlanError for tensors
     that nothing gives values.
     """
-    shards, kept = _shards(model), dict[int, Tensor]()
-    owners: dict[int, tuple[int, str]] = {}  # whose values a tied parameter has
-    for module, fill in _fills(model.module, set(), set()):
-        made = [
-            (tensor, value)
-            for (held, name), tensor, value in _values(module, fill)
-            if owners.setdefault(id(tensor), (id(held), name)) == (id(held), name)
-        ]
-        model.broadcast(value for _, value in made)  # which moves them to the device
-        for tensor, value in made:
-            kept[id(tensor)] = _own_rows(value.detach(), shards.get(tensor))
-    # Every tensor has values, or none gets them.
-    found = [*model.module.named_parameters(), *model.module.named_buffers()]
-    for name, tensor in found:
-        if tensor.is_meta and id(tensor) not in kept:
-            raise PlanError(
-                f"{name!r} is on the meta device, and nothing gives it values: its module needs "
-                "reset_parameters(), or one around it _init_weights(module); else make it on a "
-                "real device (docs/how_to/larger_than_memory.md)"
-            )
-    for _, tensor in found:
-        if tensor in shards and tensor.is_meta:
-            model.rows[tensor] = kept.pop(id(tensor))
-        elif tensor.is_meta:
-            # The object stays, and what users have noted on it; who holds it finds values.
-            value = kept.pop(id(tensor)).requires_grad_(tensor.requires_grad)
-            torch._C._swap_tensor_impl(tensor, value)
-
-
-def _shards(model: ParallelModel) -> dict[Tensor, tuple[int, int]]:
-    # Into how many parts FSDP2 is to shard parameters, and which of them is this rank's
-    rank, found = model.mesh.data_rank(dist.get_rank()), {}
+    # Into how many parts parameters are to be sharded, and which of them is this rank's.
+    rank, shards = model.mesh.data_rank(dist.get_rank()), dict[Tensor, tuple[int, int]]()
     for block, config in model.configs.items():
         for parameter in model.parameters[block].values():
             if axes := shard_axes(config, is_trained=parameter.requires_grad):
                 parts = model.mesh.ranks_along(axes)
-                found[parameter] = parts, rank % parts
-    return found
-
-
-def _own_rows(value: Tensor, shard: tuple[int, int] | None) -> Tensor:
-    # What this rank keeps of a parameter; the last ranks have no rows of a short one
-    if shard is None:
-        return value
-    parts = value.chunk(shard[0])
-    own = parts[shard[1]] if shard[1] < len(parts) else value[:0]
-    return own.clone(memory_format=torch.contiguous_format)
-
-
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    # `value` as a parameter where `tensor` is one, with what users have noted on that
-    if isinstance(tensor, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    vars(value).update(vars(tensor))
-    return value
-
-
-# ---- what gives values ---------------------------------------------------------------------------
+                shards[parameter] = parts, rank % parts
+    # What each call gives; one that leaves out elements, or reads some, leaves NaN.
+    kept: dict[Tensor, Tensor] = {}
+    owners: dict[int, int] = {}
+    for *place, tensor in _places(model.module):
+        owners.setdefault(id(tensor), id(place[0]))
+    for module, fill in _fills(model.module, set(), set()):
+        for tensor, value in _values(module, fill, owners).items():
+            kept.pop(tensor, None)
+            if value.shape == tensor.shape and not value.is_meta and not value.isnan().any():
+                model.broadcast([value])  # which moves it to the device
+                kept[tensor] = value.detach()
+                if tensor in shards:
+                    parts, own = shards[tensor]
+                    kept[tensor] = _chunk_with_empty(value, parts, dim=0)[own].clone()
+    # All have values, or none gets any.
+    found = [*model.module.named_parameters(), *model.module.named_buffers()]
+    found = [(name, tensor) for name, tensor in found if tensor.is_meta]
+    for name, tensor in found:
+        if tensor not in kept:
+            raise PlanError(
+                f"{name!r} is on the meta device, and nothing gives all of it values: its module "
+                "needs reset_parameters(), or one around it _init_weights(module); else make it on "
+                "a real device (docs/how_to/larger_than_memory.md)"
+            )
+    for _, tensor in found:
+        value = kept.pop(tensor)
+        if tensor in shards:
+            model.rows[tensor] = value
+        else:  # the object stays, with what users have noted on it
+            torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
 
 
 def _fills(
@@ -125,83 +104,69 @@ def _fills(
                 yield part, partial(convention, part)
 
 
-# ---- one call ------------------------------------------------------------------------------------
+def _values(module: nn.Module, fill: Fill, owners: Mapping[int, int]) -> dict[Tensor, Tensor]:
+    # Run `fill`; return the meta tensors of `module` that it writes, with what their owners have
+    places = [*_places(module)]
 
-
-def _values(module: nn.Module, fill: Fill) -> list[tuple[Slot, Tensor, Tensor]]:
-    # Run `fill`; return where it has written to meta tensors of `module`, these, and their values
-    slots = [
-        (held, name)
-        for part in module.modules()
-        for held in (part._parameters, part._buffers)
-        for name, tensor in held.items()
-        if tensor is not None
-    ]
-    before: list[Any] = [held[name] for held, name in slots]
-
-    def put(tensors: dict[int, Tensor]) -> None:
-        for (held, name), tensor in zip(slots, before, strict=True):
-            held[name] = tensors.get(id(tensor), tensor)
+    def put(device: str, tensors: Collection[int]) -> dict[int, Tensor]:
+        # others in the places of `tensors`, given by their ids
+        new = {id(t): _like(t, device) for *_, t in places if id(t) in tensors}
+        for held, name, tensor in places:
+            held[name] = new.get(id(tensor), tensor)
+        return new
 
     try:
-        # without memory: what has values stays as it is
-        stand_ins = {
-            id(t): _like(t, torch.empty_like(t, device="meta")) for t in before if not t.is_meta
-        }
-        put(stand_ins)
-        storages = _written(fill)
+        # Without memory, to see what is written or replaced.
+        new = put("meta", {id(tensor) for *_, tensor in places})
+        with torch.random.fork_rng(devices=()), _Writes() as writes:
+            fill()
         written = {
             id(t)
-            for (held, name), t in zip(slots, before, strict=True)
-            for own in [stand_ins.get(id(t), t)]
-            if held[name] is not own or own.untyped_storage()._cdata in storages
+            for held, name, t in places
+            if held[name] is not new[id(t)]
+            or new[id(t)].untyped_storage()._cdata in writes.storages
         }
-        if not written:
-            return []
-        put({id(t): _like(t, _scratch(t)) for t in before if id(t) in written})
-        fill()
-        after = [held[name] for held, name in slots]
+        # In memory. What had values keeps them.
+        put("cpu", written)
+        if written:
+            fill()
+        return {
+            tensor: held[name]
+            for held, name, tensor in places
+            if tensor.is_meta and id(tensor) in written and owners[id(tensor)] == id(held)
+        }
     finally:
-        put({})
-    made, known = [], set[int]()
-    for slot, tensor, value in zip(slots, before, after, strict=True):
-        if tensor.is_meta and id(tensor) in written - known:
-            known.add(id(tensor))
-            if value.shape != tensor.shape or value.is_meta or value.isnan().any():
-                raise PlanError(
-                    f"{type(module).__name__} gives {slot[1]!r}, which is on the meta device, no "
-                    "values or not all: its reset_parameters() or _init_weights(module) has to set "
-                    "each element, and read none"
-                )
-            made.append((slot, tensor, value))
-    return made
+        put("meta", ())
 
 
-def _scratch(tensor: Tensor) -> Tensor:
-    # Memory on the host, in which what nobody writes is seen
-    if not tensor.is_meta:
-        return tensor.clone()
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.full_like(tensor, torch.nan, device="cpu")
-    return torch.zeros_like(tensor, device="cpu")
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    # Yield the parameters and buffers of `module`, each after what holds it and its name there
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            yield from ((held, name, t) for name, t in held.items() if t is not None)
 
 
-def _written(fill: Fill) -> set[int]:
-    # Run `fill` on the meta device; return the storages that it writes to
-    storages: set[int] = set()
+def _like(tensor: Tensor, device: str) -> Tensor:
+    # A tensor without values, but with what users have noted on `tensor`
+    empty = torch.nan if tensor.is_floating_point() else 0
+    new = torch.full_like(tensor, empty, device=device)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    vars(new).update(vars(tensor))
+    return new
 
-    class Writes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: object, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
-            named |= kwargs or {}
-            for argument in func._schema.arguments:
-                value = named.get(argument.name)
-                if argument.is_write and isinstance(value, Tensor):
-                    storages.add(value.untyped_storage()._cdata)
-            return func(*args, **(kwargs or {}))
 
-    with torch.random.fork_rng(devices=()), Writes():
-        fill()
-    return storages
+class _Writes(TorchDispatchMode):
+    # Notes the storages that operators write to
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for index, argument in enumerate(func._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            if argument.is_write and isinstance(value, Tensor):
+                self.storages.add(value.untyped_storage()._cdata)
+        return func(*args, **kwargs)

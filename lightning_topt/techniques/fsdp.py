@@ -486,8 +486,9 @@ def _give_rows(
     rows = {now[name]: model.rows.pop(p) for name, p in named.items() if p in model.rows}
     for group in sharded._get_fsdp_state()._fsdp_param_groups:
         for param in group.fsdp_params:
-            if (own := rows.get(shard := param.sharded_param)) is not None:
-                new = nn.Parameter(as_dtensor(own, shard), requires_grad=shard.requires_grad)
+            shard: Any = param.sharded_param
+            if shard in rows:
+                new = nn.Parameter(as_dtensor(rows[shard], shard), shard.requires_grad)
                 param._setattr_on_modules(new)
                 param.reset_sharded_param()  # which pads uneven ones
 

@@ -141,7 +141,8 @@ class AutoParallelStrategy(DataParallelHooks):
 
     A model whose parameters, gradients, buckets of DDP and two moments exceed what a rank may use
     is planned as if that were the limit, which a message says. After an exception a module that ran
-    sharded keeps its parameters in shards; load a checkpoint into a new one. Manual optimization
+    sharded keeps its parameters in shards; load a checkpoint into a new one. One that began on the
+    meta device keeps them always (docs/how_to/larger_than_memory.md). Manual optimization
     runs under data axes (docs/how_to/manual_optimization.md). Attributes, once a plan is decided:
     `parallel_plan`, `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is ``ddp``),
     `planning_seconds`, and on rank 0 `planning` (the frontier) when there was a search.

@@ -39,7 +39,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
@@ -375,11 +374,6 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         (SHARDED,),
         "parameter {} has no shape yet; run a batch through the module before the fit",
         lambda fit: fit.parameter(is_lazy),
-    ),
-    Requirement(
-        (SHARDED,),
-        "parameter {} is sharded already (DTensor)",
-        lambda fit: fit.parameter(lambda parameter: isinstance(parameter, DTensor)),
     ),
     Requirement(
         (SLICES, *_TOGETHER),

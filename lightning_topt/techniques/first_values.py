@@ -50,10 +50,9 @@ def give_first_values(model: ParallelModel) -> None:
                 parts = model.mesh.ranks_along(axes)
                 shards[parameter] = parts, rank % parts
     # What each call gives; one that leaves out elements, or reads some, leaves NaN.
-    kept: dict[Tensor, Tensor] = {}
-    owners: dict[int, int] = {}
-    for *place, tensor in _places(model.module):
-        owners.setdefault(id(tensor), id(place[0]))
+    kept, owners = dict[Tensor, Tensor](), dict[Tensor, Any]()
+    for held, _, tensor in _places(model.module):
+        owners.setdefault(tensor, held)
     for module, fill in _fills(model.module, set(), set()):
         for tensor, value in _values(module, fill, owners).items():
             kept.pop(tensor, None)
@@ -63,22 +62,18 @@ def give_first_values(model: ParallelModel) -> None:
                 if tensor in shards:
                     parts, own = shards[tensor]
                     kept[tensor] = _chunk_with_empty(value, parts, dim=0)[own].clone()
-    # All have values, or none gets any.
-    found = [*model.module.named_parameters(), *model.module.named_buffers()]
-    found = [(name, tensor) for name, tensor in found if tensor.is_meta]
-    for name, tensor in found:
-        if tensor not in kept:
+    for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
+        if tensor.is_meta and tensor not in kept:
             raise PlanError(
                 f"{name!r} is on the meta device, and nothing gives all of it values: its module "
                 "needs reset_parameters(), or one around it _init_weights(module); else make it on "
                 "a real device (docs/how_to/larger_than_memory.md)"
             )
-    for _, tensor in found:
-        value = kept.pop(tensor)
-        if tensor in shards:
-            model.rows[tensor] = value
-        else:  # the object stays, with what users have noted on it
-            torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
+        if tensor in shards and tensor.is_meta:
+            model.rows[tensor] = kept.pop(tensor)
+        elif tensor.is_meta:  # the object stays, with what users have noted on it
+            value = kept.pop(tensor).requires_grad_(tensor.requires_grad)
+            torch._C._swap_tensor_impl(tensor, value)
 
 
 def _fills(
@@ -90,10 +85,9 @@ def _fills(
     made.add(id(module))
     for child in module.children():
         yield from _fills(child, made, applied)
-    for name in ("reset_parameters", "_reset_parameters"):
-        if callable(fill := getattr(module, name, None)):
-            yield module, fill
-            break
+    own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own is not None:
+        yield module, own
     convention = getattr(module, "_init_weights", None)
     if callable(convention) and len(inspect.signature(convention).parameters) == 1:
         parts: list[nn.Module] = []
@@ -104,27 +98,24 @@ def _fills(
                 yield part, partial(convention, part)
 
 
-def _values(module: nn.Module, fill: Fill, owners: Mapping[int, int]) -> dict[Tensor, Tensor]:
+def _values(module: nn.Module, fill: Fill, owners: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
     # Run `fill`; return the meta tensors of `module` that it writes, with what their owners have
     places = [*_places(module)]
 
-    def put(device: str, tensors: Collection[int]) -> dict[int, Tensor]:
-        # others in the places of `tensors`, given by their ids
-        new = {id(t): _like(t, device) for *_, t in places if id(t) in tensors}
+    def put(device: str, tensors: Collection[Tensor]) -> dict[Tensor, Tensor]:
+        new = {tensor: _like(tensor, device) for tensor in tensors}
         for held, name, tensor in places:
-            held[name] = new.get(id(tensor), tensor)
+            held[name] = new.get(tensor, tensor)
         return new
 
     try:
         # Without memory, to see what is written or replaced.
-        new = put("meta", {id(tensor) for *_, tensor in places})
-        with torch.random.fork_rng(devices=()), _Writes() as writes:
-            fill()
+        new = put("meta", {tensor for *_, tensor in places})
+        storages = _written(fill)
         written = {
-            id(t)
-            for held, name, t in places
-            if held[name] is not new[id(t)]
-            or new[id(t)].untyped_storage()._cdata in writes.storages
+            tensor
+            for held, name, tensor in places
+            if held[name] is not new[tensor] or new[tensor].untyped_storage()._cdata in storages
         }
         # In memory. What had values keeps them.
         put("cpu", written)
@@ -133,7 +124,7 @@ def _values(module: nn.Module, fill: Fill, owners: Mapping[int, int]) -> dict[Te
         return {
             tensor: held[name]
             for held, name, tensor in places
-            if tensor.is_meta and id(tensor) in written and owners[id(tensor)] == id(held)
+            if tensor.is_meta and tensor in written and owners[tensor] is held
         }
     finally:
         put("meta", ())
@@ -156,17 +147,19 @@ def _like(tensor: Tensor, device: str) -> Tensor:
     return new
 
 
-class _Writes(TorchDispatchMode):
-    # Notes the storages that operators write to
+def _written(fill: Fill) -> set[int]:
+    # Run `fill`; return the storages that operators write to in it
+    storages = set()
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: set[int] = set()
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            for index, argument in enumerate(func._schema.arguments):
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                if argument.is_write and isinstance(value, Tensor):
+                    storages.add(value.untyped_storage()._cdata)
+            return func(*args, **kwargs)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for index, argument in enumerate(func._schema.arguments):
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if argument.is_write and isinstance(value, Tensor):
-                self.storages.add(value.untyped_storage()._cdata)
-        return func(*args, **kwargs)
+    with torch.random.fork_rng(devices=()), Writes():  # type: ignore[no-untyped-call]
+        fill()
+    return storages

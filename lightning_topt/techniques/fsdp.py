@@ -416,7 +416,6 @@ class _Sharding:
             ignored_params=ignored,
             mp_policy=policy,
         )
-        _give_rows(model, sharded, named)
         for parameter in named.values():
             # Optimizers and the user's code may hold the original Parameter objects (they come back
             # in `undo`); their memory must not stay.
@@ -434,6 +433,14 @@ class _Sharding:
         now = dict(model.module.named_parameters())
         names: dict[Tensor, str] = {now[name]: name for name in named if name in now}
         watch(block, names, self._originals, narrow)
+        # What is on the meta device gets this rank's rows; where these are uneven FSDP2 pads them.
+        for group in sharded._get_fsdp_state()._fsdp_param_groups:
+            for param in group.fsdp_params:
+                shard: Any = param.sharded_param
+                if (rows := model.rows.pop(self._originals[names[shard]], None)) is not None:
+                    new = nn.Parameter(as_dtensor(rows, shard), shard.requires_grad)
+                    param._setattr_on_modules(new)
+                    param.reset_sharded_param()
 
     def _remember(self, modules: Iterable[nn.Module]) -> None:
         self._before.update({module: _Snapshot(module) for module in modules})
@@ -475,22 +482,6 @@ class _Sharding:
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-@torch.no_grad()
-def _give_rows(
-    model: ParallelModel, sharded: FSDPModule, named: Mapping[str, nn.Parameter]
-) -> None:
-    # Give this rank's rows to parameters that FSDP2 has sharded on the meta device
-    now = dict(model.module.named_parameters(remove_duplicate=False))
-    rows = {now[name]: model.rows.pop(p) for name, p in named.items() if p in model.rows}
-    for group in sharded._get_fsdp_state()._fsdp_param_groups:
-        for param in group.fsdp_params:
-            shard: Any = param.sharded_param
-            if shard in rows:
-                new = nn.Parameter(as_dtensor(rows[shard], shard), shard.requires_grad)
-                param._setattr_on_modules(new)
-                param.reset_sharded_param()  # which pads uneven ones
 
 
 def _to_shard(model: ParallelModel, block: str) -> dict[str, nn.Parameter]:

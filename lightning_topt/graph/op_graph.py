@@ -449,10 +449,7 @@ class Segment:
 
 
 def segments(
-    step: Step,
-    blocks: Iterable[str],
-    *,
-    casts: Sequence[int] = (),
+    step: Step, blocks: Iterable[str], *, casts: Sequence[int] = ()
 ) -> tuple[Segment, ...]:
     """Cut the forward pass of `step` at the calls of the modules `blocks`, in forward order.
 

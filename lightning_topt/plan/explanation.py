@@ -37,10 +37,7 @@ from lightning_topt.plan.stage_simulation import (
 from lightning_topt.plan.stage_tables import ContinuousShape, shape_of_plan
 from lightning_topt.plan.staged_plans import staged_points
 from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
-from lightning_topt.techniques.tensor_parallel.split_steps import (
-    placed_layout,
-    step_in,
-)
+from lightning_topt.techniques.tensor_parallel.split_steps import placed_layout, step_in
 
 # ---- any plan of a model
 

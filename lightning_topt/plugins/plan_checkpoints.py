@@ -77,10 +77,7 @@ class PlanCheckpoints:
         without_plan(checkpoint, strict=strict)
 
     def optimizer_state(
-        self,
-        optimizer: Optimizer,
-        *,
-        without_plan: Callable[[Optimizer], dict[str, Any]],
+        self, optimizer: Optimizer, *, without_plan: Callable[[Optimizer], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the state of an optimizer; that of `without_plan` where no plan runs it."""
         if isinstance(optimizer, LightningOptimizer):

@@ -70,11 +70,7 @@ from lightning_topt.plugins.plan_options import (
     read_plan_option,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.weight_prediction import (
-    Prediction,
-    TwoVersions,
-    default_prediction,
-)
+from lightning_topt.weight_prediction import Prediction, TwoVersions, default_prediction
 
 if TYPE_CHECKING:
     from lightning_topt.costs.optimizer import OptimizerProfile

@@ -58,12 +58,7 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.parallel_plan import (
-    ParallelPlan,
-    PlanError,
-    preset_plan,
-    uniform_plan,
-)
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
 from lightning_topt.plugins.microbatches import count_samples, split_batch
 from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.plan_request import (

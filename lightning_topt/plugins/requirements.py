@@ -32,11 +32,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -414,9 +410,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda fit: not fit.module.automatic_optimization,
     ),
     Requirement(
-        _TOGETHER,
-        "{}.backward may do more with the loss than to differentiate it",
-        _own_backward,
+        _TOGETHER, "{}.backward may do more with the loss than to differentiate it", _own_backward
     ),
     Requirement(
         _TOGETHER,
@@ -431,9 +425,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda fit: min(fit.reads & _RANKS, default=None),
     ),
     Requirement(
-        _TOGETHER,
-        "the calls of a compiled module are not seen",
-        lambda fit: fit.part(is_compiled),
+        _TOGETHER, "the calls of a compiled module are not seen", lambda fit: fit.part(is_compiled)
     ),
     Requirement(
         _TOGETHER,

@@ -175,11 +175,7 @@ class StageSteps:
         """Give all ranks of the pipeline what the last stage found; they log and count it."""
         own = StepRecord() if found is None else StepRecord(*found, counting.since(self.module))
         record: StepRecord = value_of_rank(
-            own,
-            self.group,
-            place=self.last_place,
-            device=self.device,
-            host_group=self.host_group,
+            own, self.group, place=self.last_place, device=self.device, host_group=self.host_group
         )
         if found is None:
             apply_metric_changes(self.module, record.counted)

@@ -55,11 +55,7 @@ def bytes_of_buckets(ddp: DistributedDataParallel) -> int:
 
 
 def wrap_in_ddp(
-    module: nn.Module,
-    options: RunOptions,
-    *,
-    device: torch.device,
-    ignored: Collection[str] = (),
+    module: nn.Module, options: RunOptions, *, device: torch.device, ignored: Collection[str] = ()
 ) -> DistributedDataParallel:
     """Return `module` in torch's DDP, without the parameters named `ignored`.
 

@@ -330,12 +330,7 @@ class _Sharding:
         model.broadcast([*model.parameters[name].values(), *block.buffers()])
         kept = {*model.parameters[name].values()} - {*named.values()}
         self._shard(
-            model,
-            block,
-            mesh,
-            named,
-            after_forward=_in_shards(model, name),
-            ignored=kept or None,
+            model, block, mesh, named, after_forward=_in_shards(model, name), ignored=kept or None
         )
         self._hooks += _under_autocast(model, block)
         if (before := model.before_block) is not None:

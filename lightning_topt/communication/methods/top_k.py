@@ -486,10 +486,7 @@ def _message(numel: float, compressible: float, options: TopK) -> SparseMessage:
     # The message about the share `density` of `compressible` elements
     assert options.density is not None
     return SparseMessage.of_share(
-        max(1, round(numel)),
-        compressible=compressible,
-        density=options.density,
-        bits=options.bits,
+        max(1, round(numel)), compressible=compressible, density=options.density, bits=options.bits
     )
 
 

@@ -270,11 +270,7 @@ class ContinuousRun:
             self._send_values(result)
 
     def clip_norm(
-        self,
-        result: BackwardResult,
-        max_norm: float,
-        *,
-        parameters: Sequence[Tensor] | None = None,
+        self, result: BackwardResult, max_norm: float, *, parameters: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Scale this stage's gradients by the norm over all stages; return the norm before.
 

@@ -190,11 +190,7 @@ class PipelineRun:
     # ---- steps -----------------------------------------------------------------------------------
 
     def run_step(
-        self,
-        microbatches: Sequence[object],
-        step: Step,
-        *,
-        weights: Sequence[float] | None = None,
+        self, microbatches: Sequence[object], step: Step, *, weights: Sequence[float] | None = None
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the losses (n,), on every rank.
 

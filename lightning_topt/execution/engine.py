@@ -320,7 +320,7 @@ class Engine:
         return self._applied.no_sync()
 
     @contextmanager
-    def joined(self) -> Generator[None, None, None]:
+    def joined(self) -> Generator[None]:
         """Unshard parameters in slices or stages within: each rank may run the module by itself.
 
         Entering is a collective call.

@@ -385,7 +385,7 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @contextmanager
     @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> Generator[None]:
         self._accumulates = True
         try:
             with self._run.runner.block_backward_sync(super().block_backward_sync()):

@@ -551,7 +551,7 @@ class PlainRunner(StepRunner):
 
 
 @contextmanager
-def evaluating(engine: Engine) -> Generator[None, None, None]:
+def evaluating(engine: Engine) -> Generator[None]:
     """Return the context of an evaluation step of a module that `engine` runs."""
     if not engine.has_shards:
         with engine.around_step():

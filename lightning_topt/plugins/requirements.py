@@ -62,7 +62,7 @@ _LIBRARIES = frozenset(["torch", "lightning", "lightning_fabric", "lightning_top
 
 
 @contextmanager
-def noted_reads() -> Generator[set[str], None, None]:
+def noted_reads() -> Generator[set[str]]:
     """Note which of these names user code reads within, by which a step may differ between ranks.
 
     In a copy of the process: attributes of Lightning's classes are replaced.

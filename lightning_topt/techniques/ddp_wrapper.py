@@ -83,7 +83,7 @@ def wrap_in_ddp(
 
 
 @contextmanager
-def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
+def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None]:
     # Tell DDP what to ignore, through an attribute of the module; the user's value comes back
     before = dict(vars(module))
     if names:

@@ -224,7 +224,7 @@ class HybridSharding(FsdpTechnique):
 
 
 @contextmanager
-def _within_groups(modules: Sequence[FSDPModule]) -> Generator[None, None, None]:
+def _within_groups(modules: Sequence[FSDPModule]) -> Generator[None]:
     # Scatter gradients inside the inner groups only, without the all-reduce between these.
     # The shards stay there; the next backward outside adds them to its own exchange.
     for module in modules:

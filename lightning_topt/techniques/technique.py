@@ -304,7 +304,7 @@ class AppliedTechniques:
         return {name: self.split[parameter] for name, parameter in named if parameter in self.split}
 
     @contextmanager
-    def joined(self) -> Generator[None, None, None]:
+    def joined(self) -> Generator[None]:
         """Unshard parameters in slices within."""
         with _entered(applied.joined for applied in self._applied):
             self._is_joined = True
@@ -332,7 +332,7 @@ class AppliedTechniques:
         return _entered(applied.no_sync for applied in self._applied)
 
     @contextmanager
-    def around_microbatch(self, is_last: bool) -> Generator[None, None, None]:
+    def around_microbatch(self, is_last: bool) -> Generator[None]:
         """Run forward and backward of one microbatch within; the last one exchanges gradients."""
         # Gradients of all but the last are only added up.
         with nullcontext() if is_last else self.no_sync(), self.around_step():
@@ -346,9 +346,7 @@ class AppliedTechniques:
 
 
 @contextmanager
-def _entered(
-    contexts: Iterable[Callable[[], AbstractContextManager[Any]]],
-) -> Generator[None, None, None]:
+def _entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Generator[None]:
     # Enter what `contexts` make, in their order
     with ExitStack() as stack:
         for make in contexts:

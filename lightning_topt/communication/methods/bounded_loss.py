@@ -207,7 +207,7 @@ class LossyBuckets(BucketExchange):
         start: int,
         weight: float,
         finite: bool,
-    ) -> Generator[Waitable, None, None]:
+    ) -> Generator[Waitable]:
         """Set `own` to the mean of what is pending on the holders, times the loss scale.
 
         Args:

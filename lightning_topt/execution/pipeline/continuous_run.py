@@ -255,7 +255,7 @@ class ContinuousRun:
             self.is_drained = True
 
     @contextmanager
-    def update(self, result: BackwardResult) -> Generator[None, None, None]:
+    def update(self, result: BackwardResult) -> Generator[None]:
         """Run ``optimizer.step()`` within, with the hyperparameters of the result's minibatch.
 
         `result` is the latest one, and completes an update.
@@ -391,7 +391,7 @@ class ContinuousRun:
             self._weights.rates.forget(result.minibatch)
 
     @contextmanager
-    def _fails_for_good(self) -> Generator[None, None, None]:
+    def _fails_for_good(self) -> Generator[None]:
         # Drop all that is under way after an error, and refuse to go on
         if self._failed:
             raise RuntimeError(

@@ -190,7 +190,7 @@ class OpGraph:
         names = {block.name for block in chosen}
         if unknown := names - {"", *(module.path for module in self.step.modules)}:
             raise ValueError(
-                f"{sorted(unknown)[0]!r} is not a module of {self.model}; blocks are modules by "
+                f"{min(unknown)!r} is not a module of {self.model}; blocks are modules by "
                 "their paths"
             )
         return replace(

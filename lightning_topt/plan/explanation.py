@@ -150,7 +150,7 @@ def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
         return request
     # splits belong to blocks as the search captured them
     if plan.mesh.tensor_axes:
-        unknown = sorted(set(known) ^ set(plan.configs))[0]
+        unknown = min(set(known) ^ set(plan.configs))
         raise PlanError(
             f"{unknown!r} is a block of the plan or of this {graph.model}, not of both: search the "
             "plan again"

@@ -131,8 +131,9 @@ class PlanRun:
     def engine_of_module(self) -> Engine | None:
         """The same, or that of a fit before, in whose shards the module has stayed."""
         last, module = self.last_engine, self._strategy.lightning_module
-        stays = last is not None and last.keeps_shards and last.module is module
-        return last if stays else self.engine
+        if last is not None and last.keeps_shards and last.module is module:
+            return last
+        return self.engine
 
     def end(self, *, failed: bool) -> None:
         """Give the strategy its module back, unsharded, if a plan runs."""

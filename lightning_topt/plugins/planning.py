@@ -371,8 +371,9 @@ def trace_step(
     except Exception as error:
         # In this process, which is a copy, a real step leaves nothing behind. One of a module on
         # the meta device would need memory that no rank may have.
-        is_on_host = trainer.strategy.root_device.type == "cpu"
-        if not may_need_values(error) or not is_on_host or is_on_meta(trainer.lightning_module):
+        if not may_need_values(error) or trainer.strategy.root_device.type != "cpu":
+            raise
+        if is_on_meta(trainer.lightning_module):
             raise
         try:
             with noted_reads() as reads:

@@ -56,24 +56,26 @@ def give_first_values(model: ParallelModel) -> None:
     for module, fill in _fills(model.module, set(), set()):
         for tensor, value in _values(module, fill, owners).items():
             kept.pop(tensor, None)
-            if value.shape == tensor.shape and not value.is_meta and not value.isnan().any():
+            if value.shape == tensor.shape and not value.isnan().any():
                 model.broadcast([value])  # which moves it to the device
                 kept[tensor] = value.detach()
                 if tensor in shards:
                     parts, own = shards[tensor]
                     kept[tensor] = _chunk_with_empty(value, parts, dim=0)[own].clone()
     for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
-        if tensor.is_meta and tensor not in kept:
+        if not tensor.is_meta:
+            continue
+        if tensor not in kept:
             raise PlanError(
                 f"{name!r} is on the meta device, and nothing gives all of it values: its module "
                 "needs reset_parameters(), or one around it _init_weights(module); else make it on "
                 "a real device (docs/how_to/larger_than_memory.md)"
             )
-        if tensor in shards and tensor.is_meta:
-            model.rows[tensor] = kept.pop(tensor)
-        elif tensor.is_meta:  # the object stays, with what users have noted on it
-            value = kept.pop(tensor).requires_grad_(tensor.requires_grad)
-            torch._C._swap_tensor_impl(tensor, value)
+        value = kept.pop(tensor)
+        if tensor in shards:
+            model.rows[tensor] = value
+        else:  # the object stays, with what users have noted on it
+            torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
 
 
 def _fills(
@@ -119,8 +121,7 @@ def _values(module: nn.Module, fill: Fill, owners: Mapping[Tensor, Any]) -> dict
         }
         # In memory. What had values keeps them.
         put("cpu", written)
-        if written:
-            fill()
+        fill()
         return {
             tensor: held[name]
             for held, name, tensor in places
@@ -139,8 +140,7 @@ def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 
 def _like(tensor: Tensor, device: str) -> Tensor:
     # A tensor without values, but with what users have noted on `tensor`
-    empty = torch.nan if tensor.is_floating_point() else 0
-    new = torch.full_like(tensor, empty, device=device)
+    new = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     vars(new).update(vars(tensor))

@@ -433,8 +433,8 @@ class _Sharding:
             for param in group.fsdp_params:
                 shard: Any = param.sharded_param
                 if (rows := model.rows.pop(self._originals[names[shard]], None)) is not None:
-                    new = nn.Parameter(as_dtensor(rows, shard), shard.requires_grad)
-                    param._setattr_on_modules(new)
+                    own = as_dtensor(rows, shard)
+                    param._setattr_on_modules(nn.Parameter(own, shard.requires_grad))
                     param.reset_sharded_param()
 
     def _remember(self, modules: Iterable[nn.Module]) -> None:

@@ -64,7 +64,7 @@ from lightning_topt.communication.selection import NonFiniteError, start_feedbac
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import ScatterMean, SparseMessage, check_bits
 
-Steps = Generator[Waitable, None, None]
+Steps = Generator[Waitable]
 
 # of all who send; less ends worse under AdamW (benchmarks/results/adam_compression.md)
 DENSITY_TOGETHER = 0.16

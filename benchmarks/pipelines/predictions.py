@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from benchmarks.common import RESULTS, machine, mib
 from benchmarks.lab import Lab, LabError, end_on_signals
 from benchmarks.pipelines.shared import plan_of
-from benchmarks.pipelines.simulated_memory import MemoryCosts, peak_bytes
+from benchmarks.pipelines.simulated_memory import MemoryCosts, arrived_bytes, peak_bytes
 from benchmarks.tensor.overhead import Layer
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, return_freed_memory, warm_up
@@ -199,7 +199,7 @@ def arrived() -> Iterator[dict[int, int]]:
         if (
             state := self._passes.get((stage_index, microbatch_index))
         ) is not None and state.weights is not None:
-            found[stage_index] = state.weights.arrived_bytes
+            found[stage_index] = arrived_bytes(state.weights)
         return result
 
     StagePass.backward_input = noted  # type: ignore[method-assign]

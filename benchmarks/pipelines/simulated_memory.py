@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_topt.execution.pipeline.split_backward import SplitBackward
 from lightning_topt.schedules.schedules import Action, Schedule
 from lightning_topt.schedules.timing import Edge, Simulation, StageCosts
 
@@ -168,3 +169,10 @@ class _StashedVersions:
             self._newest += 1
             return int(self._newest - 1 in self._used.values())
         return 0
+
+
+def arrived_bytes(split: SplitBackward) -> int:
+    """Return the bytes of the gradients that are kept from `inputs` to `parameters` of `split`."""
+    kept = [g for gradients in split._arrived.values() for g in gradients if g is not None]
+    storages = [gradient.untyped_storage() for gradient in kept]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

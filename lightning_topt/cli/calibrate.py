@@ -97,10 +97,7 @@ def start_method(kind: str) -> str:
 
 
 def run_on_ranks(
-    function: Collective[Result],
-    *arguments: object,
-    accelerator: str,
-    devices: int,
+    function: Collective[Result], *arguments: object, accelerator: str, devices: int
 ) -> Result | None:
     """Call `function` on `devices` new ranks, or on those that torchrun or srun has started.
 

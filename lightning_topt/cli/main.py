@@ -144,7 +144,7 @@ def _with_overrides(words: Sequence[str], further: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _process_state(arguments: list[str], full_error: str | None) -> Generator[None, None, None]:
+def _process_state(arguments: list[str], full_error: str | None) -> Generator[None]:
     # Set the command line and Hydra's environment variable, and put them back at the end
     before = sys.argv, os.environ.get(FULL_ERROR)
     try:

@@ -30,12 +30,7 @@ from omegaconf import DictConfig
 
 from lightning_topt.cli import what_if
 from lightning_topt.cli.example_step import has_accelerators
-from lightning_topt.cli.plan_steps import (
-    PlanSetup,
-    SearchedMeshes,
-    UnpricedSearch,
-    report_plan,
-)
+from lightning_topt.cli.plan_steps import PlanSetup, SearchedMeshes, UnpricedSearch, report_plan
 from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.accuracy import sentence_of
 from lightning_topt.graph.capture import no_collection
@@ -81,10 +76,7 @@ def _plan_once(config: DictConfig) -> None:
 
     # the step, its costs, and the search
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
-    example = setup.capture(
-        splits=meshes.tensor,
-        accelerator=has_accelerators(request.cluster),
-    )
+    example = setup.capture(splits=meshes.tensor, accelerator=has_accelerators(request.cluster))
     # data.batch_size is that of each rank: of those of the trainer, where several numbers are given
     ranks = trainer.world_size if len(meshes.device_counts) > 1 else meshes.device_counts[0]
     samples = meshes.global_batch_size(example.samples, world_size=ranks)

@@ -39,12 +39,7 @@ from rich.console import Console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.cli.calibrate import run_on_ranks
-from lightning_topt.cli.example_step import (
-    ExampleStep,
-    ModelSetup,
-    model_name,
-    plain_value,
-)
+from lightning_topt.cli.example_step import ExampleStep, ModelSetup, model_name, plain_value
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements

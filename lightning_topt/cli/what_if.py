@@ -34,12 +34,7 @@ from lightning_topt.basics.units import parse_seconds
 from lightning_topt.cli.calibrate import start_method
 from lightning_topt.cli.example_step import has_accelerators
 from lightning_topt.cli.main import CLUSTER_FILES
-from lightning_topt.cli.plan_steps import (
-    PlanSetup,
-    SearchedMeshes,
-    UnpricedSearch,
-    report_plan,
-)
+from lightning_topt.cli.plan_steps import PlanSetup, SearchedMeshes, UnpricedSearch, report_plan
 from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.communication import check_world_size

@@ -577,7 +577,7 @@ class StreamWorker:
         self._tasks = [task for task in self._tasks if task.waits_for is not None]
 
     @contextmanager
-    def _last_errors(self) -> Generator[None, None, None]:
+    def _last_errors(self) -> Generator[None]:
         # an error is the end
         try:
             with named_errors(self.watch):

@@ -57,12 +57,7 @@ from lightning_topt.communication.rank_watch import (
     watch_ranks,
     within_limit,
 )
-from lightning_topt.communication.topology import (
-    Topology,
-    destroy_groups,
-    own_group,
-    whole_run,
-)
+from lightning_topt.communication.topology import Topology, destroy_groups, own_group, whole_run
 
 TIMEOUT_SECONDS = 600.0
 PAUSE_SECONDS = 1e-3  # between two checks of a work in flight

@@ -194,7 +194,7 @@ class RankWatch:
 
 
 @contextlib.contextmanager
-def named_errors(watch: RankWatch | None) -> Generator[None, None, None]:
+def named_errors(watch: RankWatch | None) -> Generator[None]:
     """Let an error of a collective call within say who is lost, by a PeerLostError."""
     try:
         yield
@@ -205,7 +205,7 @@ def named_errors(watch: RankWatch | None) -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def lost_peers(what: str) -> Generator[None, None, None]:
+def lost_peers(what: str) -> Generator[None]:
     """Say in a PeerLostError `what` a collective call that fails within has left undone."""
     try:
         yield

@@ -57,12 +57,7 @@ if triton is not None:
 
 
 def collect(
-    values: Tensor,
-    added: Tensor | None,
-    threshold: Tensor,
-    indices: Tensor,
-    *,
-    scale: float = 0.0,
+    values: Tensor, added: Tensor | None, threshold: Tensor, indices: Tensor, *, scale: float = 0.0
 ) -> Tensor:
     """Do ``values += scale * added``, and write the indices of what reaches `threshold`.
 

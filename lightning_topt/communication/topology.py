@@ -263,10 +263,7 @@ def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def group_of(
-    parts: Sequence[Sequence[int]],
-    *,
-    backend: str | None = None,
-    timeout: timedelta | None = None,
+    parts: Sequence[Sequence[int]], *, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
     """Do as `own_group` does where a rank may be in none of `parts`: None there.
 

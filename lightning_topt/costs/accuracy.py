@@ -92,11 +92,7 @@ class Interval:
 
 
 def interval_of(
-    value: float,
-    *,
-    error: float,
-    outside: Mapping[str, float] = _NOTHING,
-    level: float = LEVEL,
+    value: float, *, error: float, outside: Mapping[str, float] = _NOTHING, level: float = LEVEL
 ) -> Interval:
     """Return the interval of a prediction.
 

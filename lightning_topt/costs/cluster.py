@@ -469,11 +469,7 @@ def expected_seconds(
 
 
 def run_time(
-    step_seconds: float,
-    *,
-    failures: Failures | None,
-    devices: int,
-    checkpoint_bytes: float,
+    step_seconds: float, *, failures: Failures | None, devices: int, checkpoint_bytes: float
 ) -> RunTime:
     """Return what a run of `step_seconds` seconds of steps takes on `devices` devices.
 

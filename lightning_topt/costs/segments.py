@@ -16,14 +16,7 @@ from dataclasses import dataclass, replace
 from lightning_topt.basics import once_per_object
 from lightning_topt.costs.sizes import ITEM_BYTES, ROOT
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.op_graph import (
-    Amount,
-    Kernel,
-    Op,
-    OpGraph,
-    Parameter,
-    TensorSpec,
-)
+from lightning_topt.graph.op_graph import Amount, Kernel, Op, OpGraph, Parameter, TensorSpec
 
 
 @dataclass(frozen=True)

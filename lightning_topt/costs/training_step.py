@@ -328,11 +328,7 @@ class TrainingStep:
             "measured_batch_size": self.graph.batch_size,
         }
         seconds = estimate_pass_seconds(
-            computation,
-            collectives=calls,
-            launches=launches,
-            more_launches=more_launches,
-            **known,
+            computation, collectives=calls, launches=launches, more_launches=more_launches, **known
         )
         if self.tensor_overlap and beside:
             products = product_seconds(computation, **known)

@@ -272,7 +272,7 @@ class AttachedOptimizer:
         return {name: chunks_of(value, self._split.get(index)) for name, value in values.items()}
 
     @contextmanager
-    def _without_shards(self) -> Generator[None, None, None]:
+    def _without_shards(self) -> Generator[None]:
         # Take states of sharded parameters from the optimizer within
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         # shards are gathered by themselves: they must not be in the state that is collected here

@@ -44,8 +44,10 @@ from lightning_topt.execution.pipeline.pipeline_run import (
 )
 from lightning_topt.execution.pipeline.stage_layout import PipelineGroups
 from lightning_topt.execution.states import load_module_state, module_state
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.optim import clipping
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.techniques.first_values import give_first_values
 from lightning_topt.techniques.registry import (
     TECHNIQUES,
     check_blocks,
@@ -101,6 +103,7 @@ class Engine:
         self.data_group: dist.ProcessGroup | None = None
         # of the plan's gradients, or of replicas that train alone, once applied
         self.exchange: CompressedExchange | OuterSteps | None = None
+        self.began_on_meta = is_on_meta(module)
         self._parameters = _checked_parameters(plan, module)
         self._applied = AppliedTechniques(self._parameters)
 
@@ -108,6 +111,11 @@ class Engine:
     def has_shards(self) -> bool:
         """Whether parameters are in shards, slices or stages, so that `release` needs all ranks."""
         return self._stages is not None or self._applied.has_shards
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether `release` leaves shards: those of a module that began on the meta device."""
+        return self.began_on_meta and self.has_shards
 
     @property
     def is_replicated(self) -> bool:
@@ -174,6 +182,8 @@ class Engine:
             stage_group=None if self._stages is None else self._stages.groups.data_group,
             made_groups=self._made_groups,
         )
+        if self.began_on_meta:
+            give_first_values(model)
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
                 self._applied.add(applied)
@@ -310,7 +320,7 @@ class Engine:
         return self._applied.no_sync()
 
     @contextmanager
-    def joined(self) -> Generator[None, None, None]:
+    def joined(self) -> Generator[None]:
         """Unshard parameters in slices or stages within: each rank may run the module by itself.
 
         Entering is a collective call.
@@ -406,8 +416,11 @@ class Engine:
     def release(self) -> None:
         """Undo `apply` and `attach_optimizers`. A collective call.
 
-        Every rank has the full, plain module then.
+        Every rank has the full, plain module then. One that began on the meta device may be larger
+        than that: it keeps its shards, and stays under the plan.
         """
+        if self.keeps_shards:
+            return
         for attached in self._optimizers.values():
             attached.release()
         # Techniques in the reverse order, stages last.

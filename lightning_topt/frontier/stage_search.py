@@ -32,12 +32,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_topt.costs.chain_table import (
-    COLUMNS,
-    StageBlock,
-    StageChain,
-    StageTable,
-)
+from lightning_topt.costs.chain_table import COLUMNS, StageBlock, StageChain, StageTable
 from lightning_topt.frontier.layers import exact_grid
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_of_few, unique_rows
 

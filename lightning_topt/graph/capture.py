@@ -42,13 +42,7 @@ from lightning_topt.graph.module_copy import filled_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recorder import Recorder
 from lightning_topt.graph.recording import Recording, assemble, changed
-from lightning_topt.graph.repetition import (
-    Stack,
-    find_stacks,
-    outline,
-    short_copy,
-    with_all_layers,
-)
+from lightning_topt.graph.repetition import Stack, find_stacks, outline, short_copy, with_all_layers
 from lightning_topt.graph.second_calls import find_repeatable
 from lightning_topt.graph.structures import (
     batch_size,
@@ -128,11 +122,7 @@ def capture(
 
 
 def _graph(
-    step: StepRun,
-    *,
-    batch: object,
-    batch_scaling: bool,
-    like: OpGraph | None = None,
+    step: StepRun, *, batch: object, batch_scaling: bool, like: OpGraph | None = None
 ) -> OpGraph:
     # Record the step; the arguments are those of `capture`
     samples = 1, 1

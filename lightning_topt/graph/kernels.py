@@ -653,14 +653,7 @@ def _as_on_cuda(
 ) -> Tensor:
     if query.dim() != 4:
         return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     # autocast lowers all that attention is given, as it does for the function that is replaced
     query, key, value = (_lowered(each) for each in (query, key, value))

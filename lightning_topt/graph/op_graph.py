@@ -190,7 +190,7 @@ class OpGraph:
         names = {block.name for block in chosen}
         if unknown := names - {"", *(module.path for module in self.step.modules)}:
             raise ValueError(
-                f"{sorted(unknown)[0]!r} is not a module of {self.model}; blocks are modules by "
+                f"{min(unknown)!r} is not a module of {self.model}; blocks are modules by "
                 "their paths"
             )
         return replace(
@@ -456,10 +456,7 @@ class Segment:
 
 
 def segments(
-    step: Step,
-    blocks: Iterable[str],
-    *,
-    casts: Sequence[int] = (),
+    step: Step, blocks: Iterable[str], *, casts: Sequence[int] = ()
 ) -> tuple[Segment, ...]:
     """Cut the forward pass of `step` at the calls of the modules `blocks`, in forward order.
 

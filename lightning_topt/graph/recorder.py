@@ -30,9 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.kernels import (
     ALLOCATIONS,
@@ -268,12 +266,7 @@ class Recorder(TorchDispatchMode):
     # ---- kernels and memory ----------------------------------------------------------------------
 
     def _record_kernel(
-        self,
-        index: int,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
+        self, index: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         # one `Measured` for all equal calls
         tensors: list[Tensor] = []

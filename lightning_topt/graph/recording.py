@@ -198,10 +198,7 @@ def assemble(
         parameters=tuple(_parameters(module, first)),
         blocks=(Block("", group=0, recomputable=False),),
         step=_step(
-            module,
-            recordings,
-            values,
-            numbers={index: number for number, index in enumerate(kept)},
+            module, recordings, values, numbers={index: number for number, index in enumerate(kept)}
         ),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         input_bytes=Amount.fit(sizes, input_bytes),

@@ -26,11 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_topt.communication.collectives import (
-    all_gather_into,
-    backend_of,
-    values_of_group,
-)
+from lightning_topt.communication.collectives import all_gather_into, backend_of, values_of_group
 from lightning_topt.communication.rank_watch import lost_peers
 from lightning_topt.optim.full_state import (
     State,
@@ -124,12 +120,7 @@ class ParallelStep:
         # what stands for own pieces in the optimizer
         self._shards = OwnedShards(self.optimizer, parameters, self.pieces, group=self.group)
         self.own = PieceKeys(parameters, self.pieces, rank=self.rank, of_shards=self._shards.keys)
-        self._gather = PieceGather(
-            parameters,
-            self.pieces,
-            group=self.group,
-            node=self.node,
-        )
+        self._gather = PieceGather(parameters, self.pieces, group=self.group, node=self.node)
         keep_own_state(self.optimizer, self.pieces, keys=self.own.keys)
         self._consolidated, self._checked_state = None, False
 

@@ -359,7 +359,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 @contextmanager
 def inside_hooks(
     optimizer: Optimizer, *, enter: Callable[[], None], leave: Callable[[], None]
-) -> Generator[None, None, None]:
+) -> Generator[None]:
     """In a step: hooks before it, its closure, `enter`, the update, `leave`, hooks after it.
 
     The update gets a closure that gives the loss, once.

@@ -137,11 +137,7 @@ def updates_whole(optimizer: Optimizer) -> bool:
 
 
 def pieces_of(
-    optimizer: Optimizer,
-    shared: Collection[Tensor],
-    *,
-    ranks: int,
-    rule: UpdateRule | None = None,
+    optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int, rule: UpdateRule | None = None
 ) -> list[Piece]:
     """Return the rows of the optimizer's parameters that each of `ranks` ranks updates.
 
@@ -518,9 +514,7 @@ def _trial_shapes(group: Mapping[str, Any]) -> list[torch.Size]:
 
 
 def _copy(
-    optimizer: Optimizer,
-    options: Sequence[dict[str, Any]],
-    of_groups: Sequence[list[nn.Parameter]],
+    optimizer: Optimizer, options: Sequence[dict[str, Any]], of_groups: Sequence[list[nn.Parameter]]
 ) -> Optimizer:
     clone: Optimizer = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone}

@@ -37,10 +37,7 @@ from lightning_topt.plan.stage_simulation import (
 from lightning_topt.plan.stage_tables import ContinuousShape, shape_of_plan
 from lightning_topt.plan.staged_plans import staged_points
 from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
-from lightning_topt.techniques.tensor_parallel.split_steps import (
-    placed_layout,
-    step_in,
-)
+from lightning_topt.techniques.tensor_parallel.split_steps import placed_layout, step_in
 
 # ---- any plan of a model
 
@@ -148,7 +145,7 @@ def _cut_as(request: SearchRequest, plan: ParallelPlan) -> SearchRequest:
         return request
     # splits belong to blocks as the search captured them
     if plan.mesh.tensor_axes:
-        unknown = sorted(set(known) ^ set(plan.configs))[0]
+        unknown = min(set(known) ^ set(plan.configs))
         raise PlanError(
             f"{unknown!r} is a block of the plan or of this {graph.model}, not of both: search the "
             "plan again"

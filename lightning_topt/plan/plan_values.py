@@ -46,13 +46,7 @@ from lightning_topt.costs.plain_values import (
 )
 from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import (
-    OpConfig,
-    Placements,
-    Shard,
-    Storage,
-    parse_placement,
-)
+from lightning_topt.graph.op_config import OpConfig, Placements, Shard, Storage, parse_placement
 
 # ---- parts
 

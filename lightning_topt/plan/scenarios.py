@@ -25,12 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from lightning_topt.basics.units import (
-    format_bytes,
-    format_duration,
-    format_money,
-    format_seconds,
-)
+from lightning_topt.basics.units import format_bytes, format_duration, format_money, format_seconds
 from lightning_topt.costs.accuracy import LEVEL
 from lightning_topt.costs.cluster import Cluster, RunTime, run_time
 from lightning_topt.plan.choose import (

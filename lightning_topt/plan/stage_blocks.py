@@ -172,12 +172,7 @@ class StageBlocks:
         return self._crossing_bytes[samples]
 
     def chain(
-        self,
-        samples: float,
-        *,
-        recomputes: tuple[bool, ...],
-        parts: int = 1,
-        cast_copies: int = 1,
+        self, samples: float, *, recomputes: tuple[bool, ...], parts: int = 1, cast_copies: int = 1
     ) -> StageChain:
         """Return the passes as a chain: configuration 0 does not recompute, 1 does.
 

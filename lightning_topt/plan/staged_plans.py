@@ -531,10 +531,7 @@ def step_on_slices(
 
 
 def blocks_on_slices(
-    whole: StageBlocks,
-    step: TrainingStep,
-    *,
-    calls: Mapping[str, int],
+    whole: StageBlocks, step: TrainingStep, *, calls: Mapping[str, int]
 ) -> StageBlocks:
     """Return the chain of the `step` of a rank with slices; `calls` as in `SplitModel.calls`."""
     # calls outside of all blocks count with the first one

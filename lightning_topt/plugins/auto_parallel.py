@@ -36,6 +36,7 @@ from lightning_topt.costs.accuracy import LEVEL
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.errors import explain_shards
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.data_parallel_hooks import (
     DataParallelHooks,
@@ -48,6 +49,7 @@ from lightning_topt.plugins.plan_options import PipelinePlan
 from lightning_topt.plugins.plan_request import (
     Allow,
     AllowStaleness,
+    check_values,
     needs_plan,
     read_request,
 )
@@ -139,7 +141,8 @@ class AutoParallelStrategy(DataParallelHooks):
 
     A model whose parameters, gradients, buckets of DDP and two moments exceed what a rank may use
     is planned as if that were the limit, which a message says. After an exception a module that ran
-    sharded keeps its parameters in shards; load a checkpoint into a new one. Manual optimization
+    sharded keeps its parameters in shards; load a checkpoint into a new one. One that began on the
+    meta device keeps them always (docs/how_to/larger_than_memory.md). Manual optimization
     runs under data axes (docs/how_to/manual_optimization.md). Attributes, once a plan is decided:
     `parallel_plan`, `planned_by` (``"search"``, ``"given"``, ``"clock"``, or why it is ``ddp``),
     `planning_seconds`, and on rank 0 `planning` (the frontier) when there was a search.
@@ -284,6 +287,13 @@ class AutoParallelStrategy(DataParallelHooks):
         self._guard.open(None)
         super().setup(trainer)
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # what is on the meta device takes no values; asked before setup, and after it
+        module, engine = self.lightning_module, self._run.engine
+        return module is not None and (engine.began_on_meta if engine else is_on_meta(module))
+
     @override
     def model_to_device(self) -> None:
         module = self.lightning_module
@@ -292,6 +302,7 @@ class AutoParallelStrategy(DataParallelHooks):
         if module.trainer.state.fn == TrainerFn.FITTING:
             ranks = self.world_size // self.num_nodes
             self._is_asked = needs_plan(self.request, module, self.root_device, ranks=ranks)
+        check_values(module, is_planned=self._is_asked)
         # Under a plan each tensor gets there once it is in shards.
         if not self._is_asked:
             super().model_to_device()
@@ -375,7 +386,7 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @contextmanager
     @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> Generator[None]:
         self._accumulates = True
         try:
             with self._run.runner.block_backward_sync(super().block_backward_sync()):

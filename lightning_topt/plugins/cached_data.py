@@ -163,10 +163,7 @@ class CachedDataModule(WrappedDataModule):
                 "DataModule without a cache"
             )
         stacks = is_stacking(loader)
-        replace_dataset(
-            loader,
-            with_caches(loader.dataset, self._cache_of, ready_batches=stacks),
-        )
+        replace_dataset(loader, with_caches(loader.dataset, self._cache_of, ready_batches=stacks))
         if stacks:
             replace_argument(loader, "collate_fn", collate)
         return loader
@@ -198,11 +195,7 @@ class CachedDataModule(WrappedDataModule):
             )
         # ordering: all ranks open the same caches one after the other
         cache, server = open_partitioned(
-            make,
-            self.partition,
-            trainer=self.trainer,
-            fingerprint=name,
-            number=len(self._caches),
+            make, self.partition, trainer=self.trainer, fingerprint=name, number=len(self._caches)
         )
         self._servers += [server] if server is not None else []
         return cache

@@ -188,9 +188,7 @@ class ContinuousRunner(StepRunner):
 
     @contextmanager
     @override
-    def block_backward_sync(
-        self, of_ddp: AbstractContextManager[None]
-    ) -> Generator[None, None, None]:
+    def block_backward_sync(self, of_ddp: AbstractContextManager[None]) -> Generator[None]:
         yield
         # An older batch may complete an update now.
         self._update(self._module.trainer.optimizers[0])
@@ -324,7 +322,7 @@ class ContinuousRunner(StepRunner):
         return found
 
     @contextmanager
-    def _as_in_training(self) -> Generator[None, None, None]:
+    def _as_in_training(self) -> Generator[None]:
         # Let the loop and the modules be as in the last step.
         # Recomputation runs modules again, and hooks may log.
         trainer, before = (self._module.trainer, [(part, part.training) for part, _ in self._modes])
@@ -388,7 +386,7 @@ class _MinibatchStep:
 
 
 @contextmanager
-def _as_training_step(module: pl.LightningModule, batch: Any) -> Generator[None, None, None]:
+def _as_training_step(module: pl.LightningModule, batch: Any) -> Generator[None]:
     # Let what is logged count as logged in `training_step` with this `batch`
     trainer, fx = module.trainer, module._current_fx_name
     connector, stage = trainer._logger_connector, trainer.state.stage

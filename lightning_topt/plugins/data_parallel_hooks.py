@@ -201,7 +201,7 @@ class ExchangeGuard:
     # ---- steps -----------------------------------------------------------------------------------
 
     @contextmanager
-    def errors(self) -> Generator[None, None, None]:
+    def errors(self) -> Generator[None]:
         """Raise the error of the hook that autograd and DDP may have wrapped in their own.
 
         DDP hands out the buckets of unused parameters in its forward pass already.

@@ -34,7 +34,7 @@ _NO_BATCH, _LAST_BATCH, _MORE_BATCHES = range(3)  # what a rank says of its data
 
 
 @contextmanager
-def lent(owner: Any, name: str, ours: Callable[..., Any]) -> Generator[None, None, None]:
+def lent(owner: Any, name: str, ours: Callable[..., Any]) -> Generator[None]:
     """Let ``owner.name(*args)`` call ``ours(own, *args)`` within, where `own` is the method before.
 
     It is replaced on the object itself, such as a loop of Lightning's.

@@ -148,7 +148,7 @@ class LostRankWatch:
         return None if self.ranks is None else self.ranks.diagnose(error)
 
     @contextmanager
-    def last(self) -> Generator[None, None, None]:
+    def last(self) -> Generator[None]:
         """Return the context of the strategy's teardown, after which nobody watches."""
         try:
             yield
@@ -263,7 +263,7 @@ class PatientLauncher(_SubprocessScriptLauncher):
 
 
 @contextmanager
-def _commands_of_jobs() -> Generator[None, None, None]:
+def _commands_of_jobs() -> Generator[None]:
     # Let Lightning start the ranks of a job of a sweep, not of all of the sweep
     if job_folder() is None:
         yield

@@ -438,7 +438,7 @@ def _weighted_tensors(values: Sequence[Any], sizes: Sequence[int], kind: str) ->
 
 
 @contextmanager
-def without_trace(module: nn.Module) -> Generator[None, None, None]:
+def without_trace(module: nn.Module) -> Generator[None]:
     """Run `module` in evaluation mode, without gradients, and leave no trace.
 
     Modes, random numbers, buffers and metrics stay as they were.

@@ -154,12 +154,7 @@ class ParallelOptimizerStep(pl.Callback):
             num_nodes=trainer.num_nodes,
             timeout_seconds=timeout_seconds,
         )
-        sharing = Sharing(
-            self._group,
-            self._reduced,
-            always=self.always,
-            node=lambda: self._node,
-        )
+        sharing = Sharing(self._group, self._reduced, always=self.always, node=lambda: self._node)
         # Each step measures first, and decides by itself.
         for number, (optimizer, rule) in enumerate(zip(optimizers, self._rules, strict=True)):
             say = partial(_say, number if len(optimizers) > 1 else None)

@@ -53,7 +53,7 @@ class PlanCheckpoints:
         self, module: pl.LightningModule | None, *, without_plan: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the state of the module, in the form of checkpoints."""
-        engine = self._run.engine
+        engine = self._run.engine_of_module
         trains_alone = engine is not None and engine.plan.local_steps is not None
         # Before ranks meet: the others may be anywhere.
         if trains_alone and module is not None and module.trainer.interrupted:
@@ -77,10 +77,7 @@ class PlanCheckpoints:
         without_plan(checkpoint, strict=strict)
 
     def optimizer_state(
-        self,
-        optimizer: Optimizer,
-        *,
-        without_plan: Callable[[Optimizer], dict[str, Any]],
+        self, optimizer: Optimizer, *, without_plan: Callable[[Optimizer], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the state of an optimizer; that of `without_plan` where no plan runs it."""
         if isinstance(optimizer, LightningOptimizer):

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
 from lightning_topt.basics.units import parse_bytes
-from lightning_topt.communication.exchange_method import (
-    GradientMethod,
-)
+from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.accuracy import LEVEL, check_level
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
@@ -35,11 +33,7 @@ from lightning_topt.graph.mesh_axes import (
     hybrid_mesh,
 )
 from lightning_topt.plan.choose import TIME_TO_LOSS, check_objective
-from lightning_topt.plan.parallel_plan import (
-    ParallelPlan,
-    PlanError,
-    preset_plan,
-)
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.plan_values import PRESETS, Preset, read_exchange
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 from lightning_topt.weight_prediction import Prediction
@@ -359,11 +353,7 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
 
 
 def check_planner_options(
-    *,
-    memory_margin: Any,
-    objective: Any,
-    confidence: Any = LEVEL,
-    equal_within: Any = None,
+    *, memory_margin: Any, objective: Any, confidence: Any = LEVEL, equal_within: Any = None
 ) -> None:
     """Raise ValueError for options that `AutoParallelStrategy` cannot have."""
     check_objective(objective, allowed=("time", "memory", TIME_TO_LOSS))

@@ -55,6 +55,7 @@ from lightning_topt.costs.accuracy import LEVEL, USUAL_MARGIN, share_at
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measuring import usable_memory_bytes
 from lightning_topt.costs.plain_values import shown
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.choose import TIME_TO_LOSS
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, rule_from_value
 from lightning_topt.plan.plan_values import read_exchange, read_local_steps
@@ -69,11 +70,7 @@ from lightning_topt.plugins.plan_options import (
     read_plan_option,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.weight_prediction import (
-    Prediction,
-    TwoVersions,
-    default_prediction,
-)
+from lightning_topt.weight_prediction import Prediction, TwoVersions, default_prediction
 
 if TYPE_CHECKING:
     from lightning_topt.costs.optimizer import OptimizerProfile
@@ -320,6 +317,23 @@ def needs_plan(
     )
     rank_zero_info(f"{text}: a plan is searched, as strategy='topt_full' does")
     return True
+
+
+def check_values(module: nn.Module, *, is_planned: bool) -> None:
+    """Raise PlanError where `module` has no values, or is in shards, when a fit begins or another.
+
+    `is_planned`: a plan gives it values.
+    """
+    if any(hasattr(part, "_is_fsdp_managed_module") for part in module.modules()):
+        raise PlanError(
+            "the model is in shards already, of a fit before (or by fully_shard): make it anew, "
+            "and give the checkpoint of that fit as ckpt_path"
+        )
+    if not is_planned and is_on_meta(module):
+        raise PlanError(
+            "the model is on the meta device: a plan of data axes gives it values in a fit "
+            "(plan='zero3', memory_limit=...), evaluations and other fits need a model with values"
+        )
 
 
 def _is_fixed(plan: GivenPlan | None) -> bool:

@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -126,6 +127,14 @@ class PlanRun:
         """The engine of the plan that runs."""
         return self.runner.engine
 
+    @property
+    def engine_of_module(self) -> Engine | None:
+        """The same, or that of a fit before, in whose shards the module has stayed."""
+        last, module = self.last_engine, self._strategy.lightning_module
+        if last is not None and last.keeps_shards and last.module is module:
+            return last
+        return self.engine
+
     def end(self, *, failed: bool) -> None:
         """Give the strategy its module back, unsharded, if a plan runs."""
         engine, strategy = self.engine, self._strategy
@@ -137,6 +146,12 @@ class PlanRun:
         # After an error the other ranks may be anywhere: collecting the parameters could wait for
         # them. They stay in shards.
         if engine is None or (failed and has_shards):
+            return
+        if engine.keeps_shards:
+            rank_zero_info(
+                "topt: the model began on the meta device, so its parameters stay in shards: "
+                'checkpoint="sharded" saves them, read_sharded_checkpoint reads them whole'
+            )
             return
         averages, self._averages = self._averages, None
         if averages is not None:
@@ -537,7 +552,7 @@ class PlainRunner(StepRunner):
 
 
 @contextmanager
-def evaluating(engine: Engine) -> Generator[None, None, None]:
+def evaluating(engine: Engine) -> Generator[None]:
     """Return the context of an evaluation step of a module that `engine` runs."""
     if not engine.has_shards:
         with engine.around_step():

@@ -55,14 +55,10 @@ from lightning_topt.graph.errors import (
 )
 from lightning_topt.graph.manual_steps import optimizes_manually
 from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.graph.op_graph import OpGraph, module_fingerprint
 from lightning_topt.plan.choose import NoPlanFitsError
-from lightning_topt.plan.parallel_plan import (
-    ParallelPlan,
-    PlanError,
-    preset_plan,
-    uniform_plan,
-)
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
 from lightning_topt.plugins.microbatches import count_samples, split_batch
 from lightning_topt.plugins.plan_options import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.plan_request import (
@@ -377,8 +373,11 @@ def trace_step(
             graph = _capture(trainer, batch, trace, scales=scales, repeats=repeats)
         return Fit(trainer, batch, graph, alone, frozenset(reads), trace)
     except Exception as error:
-        # In this process, which is a copy, a real step leaves nothing behind.
+        # In this process, which is a copy, a real step leaves nothing behind. One of a module on
+        # the meta device would need memory that no rank may have.
         if not may_need_values(error) or trainer.strategy.root_device.type != "cpu":
+            raise
+        if is_on_meta(trainer.lightning_module):
             raise
         try:
             with noted_reads() as reads:

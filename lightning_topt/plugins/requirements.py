@@ -32,20 +32,15 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_topt.communication.value_exchange import check_packs
 from lightning_topt.graph.kernels import NAMESPACES
-from lightning_topt.graph.module_copy import silence
+from lightning_topt.graph.module_copy import is_on_meta, silence
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
@@ -67,7 +62,7 @@ _LIBRARIES = frozenset(["torch", "lightning", "lightning_fabric", "lightning_top
 
 
 @contextmanager
-def noted_reads() -> Generator[set[str], None, None]:
+def noted_reads() -> Generator[set[str]]:
     """Note which of these names user code reads within, by which a step may differ between ranks.
 
     In a copy of the process: attributes of Lightning's classes are replaced.
@@ -264,6 +259,8 @@ def _averages_apart(fit: Fit) -> str | None:
         if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             continue
         name, own = type(callback).__name__, callback._device
+        if is_on_meta(fit.module):
+            return f"{name} copies parameters on the meta device before they have values"
         if own is not None and torch.device(own).type != strategy.root_device.type:
             return f"{name} keeps its averages on another device ({own}); give it device=None"
         if getattr(strategy, "checkpoint_form", "full") != "full":
@@ -375,14 +372,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda fit: fit.parameter(is_lazy),
     ),
     Requirement(
-        (SHARDED,),
-        "parameter {} is sharded already (DTensor)",
-        lambda fit: fit.parameter(lambda parameter: isinstance(parameter, DTensor)),
-    ),
-    Requirement(
-        (SHARDED,),
-        "parameter {} is on the meta device; give it values in configure_model",
-        lambda fit: fit.parameter(lambda parameter: parameter.is_meta),
+        (SLICES, *_TOGETHER),
+        "parameters are on the meta device, which data axes alone give values (plan='zero3')",
+        lambda fit: is_on_meta(fit.module),
     ),
     Requirement((SHARDED,), "parameter {}, a tensor class of its own", _own_tensor),
     Requirement(
@@ -418,9 +410,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda fit: not fit.module.automatic_optimization,
     ),
     Requirement(
-        _TOGETHER,
-        "{}.backward may do more with the loss than to differentiate it",
-        _own_backward,
+        _TOGETHER, "{}.backward may do more with the loss than to differentiate it", _own_backward
     ),
     Requirement(
         _TOGETHER,
@@ -435,9 +425,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda fit: min(fit.reads & _RANKS, default=None),
     ),
     Requirement(
-        _TOGETHER,
-        "the calls of a compiled module are not seen",
-        lambda fit: fit.part(is_compiled),
+        _TOGETHER, "the calls of a compiled module are not seen", lambda fit: fit.part(is_compiled)
     ),
     Requirement(
         _TOGETHER,

@@ -591,10 +591,7 @@ def in_view(
 
 
 def choose_for(
-    request: PlanRequest,
-    frontier: PlanFrontier,
-    search: SearchRequest,
-    trainer: pl.Trainer,
+    request: PlanRequest, frontier: PlanFrontier, search: SearchRequest, trainer: pl.Trainer
 ) -> PlanPoint:
     """Return the point of `frontier`, which `search` has found, that meets `request`.
 
@@ -613,10 +610,7 @@ def choose_for(
 
 
 def search_for(
-    request: PlanRequest,
-    search: SearchRequest,
-    *,
-    progress: Callable[[str], None] | None = None,
+    request: PlanRequest, search: SearchRequest, *, progress: Callable[[str], None] | None = None
 ) -> PlanFrontier:
     """Return what `search_plans` finds; where a loss is the objective, for each way of training."""
     if request.objective == TIME_TO_LOSS:

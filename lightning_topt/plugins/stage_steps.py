@@ -175,11 +175,7 @@ class StageSteps:
         """Give all ranks of the pipeline what the last stage found; they log and count it."""
         own = StepRecord() if found is None else StepRecord(*found, counting.since(self.module))
         record: StepRecord = value_of_rank(
-            own,
-            self.group,
-            place=self.last_place,
-            device=self.device,
-            host_group=self.host_group,
+            own, self.group, place=self.last_place, device=self.device, host_group=self.host_group
         )
         if found is None:
             apply_metric_changes(self.module, record.counted)
@@ -374,7 +370,7 @@ def loss_in(output: Any) -> Tensor:
 
 
 @contextmanager
-def as_nonzero_rank() -> Generator[None, None, None]:
+def as_nonzero_rank() -> Generator[None]:
     """Run as a rank other than 0: what rank 0 alone does is for its own batch."""
     only = cast(Any, rank_zero_only)
     rank = getattr(only, "rank", None)
@@ -439,9 +435,7 @@ class LoggedMetric:
 
 
 @contextmanager
-def recorded_calls(
-    module: nn.Module, calls: list[LoggedCall] | None
-) -> Generator[None, None, None]:
+def recorded_calls(module: nn.Module, calls: list[LoggedCall] | None) -> Generator[None]:
     """Put the calls of ``log`` and ``print`` of `module` into `calls`; None: drop them."""
     modules = [*_modules_of(pl.LightningModule, module).items()]
     paths = {id(each): path for path, each in _metrics(module).items()}
@@ -509,7 +503,7 @@ def replay(module: nn.Module, calls: Sequence[LoggedCall]) -> None:
 
 
 @contextmanager
-def uncounted(module: nn.Module, *, unless: list[bool]) -> Generator[None, None, None]:
+def uncounted(module: nn.Module, *, unless: list[bool]) -> Generator[None]:
     """Give the metrics of `module` their states back at the end.
 
     Not if the list `unless` has an entry by then: a step that got to its end counts.
@@ -625,7 +619,7 @@ def _difference(before: Any, now: Any) -> Any:
 @contextmanager
 def stashed_gradients(
     module: nn.Module, *, dropped: Collection[nn.Parameter] = frozenset()
-) -> Generator[Gradients, None, None]:
+) -> Generator[Gradients]:
     """Let parameters start without gradients; stash those that they get, and restore the old ones.
 
     Args:

@@ -55,11 +55,7 @@ def bytes_of_buckets(ddp: DistributedDataParallel) -> int:
 
 
 def wrap_in_ddp(
-    module: nn.Module,
-    options: RunOptions,
-    *,
-    device: torch.device,
-    ignored: Collection[str] = (),
+    module: nn.Module, options: RunOptions, *, device: torch.device, ignored: Collection[str] = ()
 ) -> DistributedDataParallel:
     """Return `module` in torch's DDP, without the parameters named `ignored`.
 
@@ -87,7 +83,7 @@ def wrap_in_ddp(
 
 
 @contextmanager
-def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
+def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None]:
     # Tell DDP what to ignore, through an attribute of the module; the user's value comes back
     before = dict(vars(module))
     if names:

@@ -58,6 +58,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.optim.shard_step import as_dtensor
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
@@ -223,7 +224,7 @@ class HybridSharding(FsdpTechnique):
 
 
 @contextmanager
-def _within_groups(modules: Sequence[FSDPModule]) -> Generator[None, None, None]:
+def _within_groups(modules: Sequence[FSDPModule]) -> Generator[None]:
     # Scatter gradients inside the inner groups only, without the all-reduce between these.
     # The shards stay there; the next backward outside adds them to its own exchange.
     for module in modules:
@@ -329,12 +330,7 @@ class _Sharding:
         model.broadcast([*model.parameters[name].values(), *block.buffers()])
         kept = {*model.parameters[name].values()} - {*named.values()}
         self._shard(
-            model,
-            block,
-            mesh,
-            named,
-            after_forward=_in_shards(model, name),
-            ignored=kept or None,
+            model, block, mesh, named, after_forward=_in_shards(model, name), ignored=kept or None
         )
         self._hooks += _under_autocast(model, block)
         if (before := model.before_block) is not None:
@@ -432,6 +428,14 @@ class _Sharding:
         now = dict(model.module.named_parameters())
         names: dict[Tensor, str] = {now[name]: name for name in named if name in now}
         watch(block, names, self._originals, narrow)
+        # What is on the meta device gets this rank's rows; where these are uneven FSDP2 pads them.
+        for group in sharded._get_fsdp_state()._fsdp_param_groups:
+            for param in group.fsdp_params:
+                shard: Any = param.sharded_param
+                if (rows := model.rows.pop(self._originals[names[shard]], None)) is not None:
+                    own = as_dtensor(rows, shard)
+                    param._setattr_on_modules(nn.Parameter(own, shard.requires_grad))
+                    param.reset_sharded_param()
 
     def _remember(self, modules: Iterable[nn.Module]) -> None:
         self._before.update({module: _Snapshot(module) for module in modules})

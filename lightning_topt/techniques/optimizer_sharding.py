@@ -147,7 +147,7 @@ class OptimizerSharding(Technique):
             return None
         ranks, group = model.mesh.data_parallel_size, model.data_group
         return Applied(
-            attach=lambda optimizer: share_step(optimizer, shared, ranks=ranks, group=group),
+            attach=lambda optimizer: share_step(optimizer, shared, ranks=ranks, group=group)
         )
 
 

@@ -20,12 +20,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.techniques.technique import (
-    Applied,
-    BlockSeconds,
-    ParallelModel,
-    Technique,
-)
+from lightning_topt.techniques.technique import Applied, BlockSeconds, ParallelModel, Technique
 
 
 class Recomputation(Technique):

@@ -53,9 +53,7 @@ def technique_of(config: OpConfig, mesh: Mesh) -> Technique:
 
 
 def check_runs(
-    mesh: Mesh,
-    configs: Mapping[str, OpConfig],
-    exchange: GradientMethod | None = None,
+    mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None = None
 ) -> None:
     """Raise ValueError for what a plan of these blocks says and no technique runs.
 

@@ -88,6 +88,7 @@ class ParallelModel:
         stage_group: the ranks that split the batch with this one under a plan with stages
         made_groups: process groups that `own_group` made; the engine destroys them
         local_steps: how ranks that train alone meet; None: gradients are averaged in every step
+        rows: this rank's part of parameters on the meta device, which FSDP2 takes there
     """
 
     module: nn.Module
@@ -105,6 +106,7 @@ class ParallelModel:
     stage_group: dist.ProcessGroup | None = None
     made_groups: list[dist.ProcessGroup] = field(default_factory=list)
     local_steps: LocalMethod | None = None
+    rows: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
@@ -169,7 +171,7 @@ class ParallelModel:
 
         A collective call.
         """
-        once = list({id(tensor): tensor for tensor in tensors}.values())
+        once = list({id(tensor): tensor for tensor in tensors if not tensor.is_meta}.values())
         with torch.no_grad():
             for tensor in once:
                 tensor.data = tensor.data.to(self.device)
@@ -302,7 +304,7 @@ class AppliedTechniques:
         return {name: self.split[parameter] for name, parameter in named if parameter in self.split}
 
     @contextmanager
-    def joined(self) -> Generator[None, None, None]:
+    def joined(self) -> Generator[None]:
         """Unshard parameters in slices within."""
         with _entered(applied.joined for applied in self._applied):
             self._is_joined = True
@@ -330,7 +332,7 @@ class AppliedTechniques:
         return _entered(applied.no_sync for applied in self._applied)
 
     @contextmanager
-    def around_microbatch(self, is_last: bool) -> Generator[None, None, None]:
+    def around_microbatch(self, is_last: bool) -> Generator[None]:
         """Run forward and backward of one microbatch within; the last one exchanges gradients."""
         # Gradients of all but the last are only added up.
         with nullcontext() if is_last else self.no_sync(), self.around_step():
@@ -344,9 +346,7 @@ class AppliedTechniques:
 
 
 @contextmanager
-def _entered(
-    contexts: Iterable[Callable[[], AbstractContextManager[Any]]],
-) -> Generator[None, None, None]:
+def _entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Generator[None]:
     # Enter what `contexts` make, in their order
     with ExitStack() as stack:
         for make in contexts:

@@ -139,7 +139,7 @@ class TensorParallelism(Technique):
             join_parameters(model.module, split)
 
         @contextmanager
-        def joined() -> Generator[None, None, None]:
+        def joined() -> Generator[None]:
             with joined_parameters(model.module, split):
                 for forward in wrapped.values():
                     forward.is_unsharded = True
@@ -160,7 +160,7 @@ class TensorParallelism(Technique):
 
 
 @contextmanager
-def _around_step(mode: SplitMode, places: Sequence[dict[str, Any]]) -> Generator[None, None, None]:
+def _around_step(mode: SplitMode, places: Sequence[dict[str, Any]]) -> Generator[None]:
     with mode.on():
         yield
     keep_whole(places, mode.whole)

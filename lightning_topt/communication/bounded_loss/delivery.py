@@ -388,12 +388,7 @@ class ExchangeThread:
         if needed > len(self.t.slots):
             self.t = with_more_slots(self.t, max(needed, 2 * len(self.t.slots)))
         made = make_parts(
-            self.t,
-            handle.bucket,
-            numel,
-            exact,
-            first_slot=first,
-            part_segments=self.part_segments,
+            self.t, handle.bucket, numel, exact, first_slot=first, part_segments=self.part_segments
         )
         self.t.config.used_slots = needed
         return made

@@ -126,14 +126,7 @@ def unwrapped(low: int, near: int) -> int:
 
 @compiled
 def send_control(
-    t: Root,
-    peer: int,
-    kind: int,
-    flags: int,
-    step: int,
-    part: int,
-    serial: int,
-    body: int,
+    t: Root, peer: int, kind: int, flags: int, step: int, part: int, serial: int, body: int
 ) -> None:
     """Send a control message whose `body` bytes were written to ``t.message + BODY`` before.
 

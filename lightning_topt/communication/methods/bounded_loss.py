@@ -47,11 +47,7 @@ from lightning_topt.communication.bucket import (
     together,
 )
 from lightning_topt.communication.collectives import State, Waitable
-from lightning_topt.communication.exchange_method import (
-    ENCODE_CALLS,
-    BucketGradients,
-    Work,
-)
+from lightning_topt.communication.exchange_method import ENCODE_CALLS, BucketGradients, Work
 from lightning_topt.communication.node.node_exchange import make_node_exchange, shard_bounds
 from lightning_topt.communication.topology import Topology
 
@@ -211,7 +207,7 @@ class LossyBuckets(BucketExchange):
         start: int,
         weight: float,
         finite: bool,
-    ) -> Generator[Waitable, None, None]:
+    ) -> Generator[Waitable]:
         """Set `own` to the mean of what is pending on the holders, times the loss scale.
 
         Args:

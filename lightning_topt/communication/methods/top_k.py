@@ -64,7 +64,7 @@ from lightning_topt.communication.selection import NonFiniteError, start_feedbac
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import ScatterMean, SparseMessage, check_bits
 
-Steps = Generator[Waitable, None, None]
+Steps = Generator[Waitable]
 
 # of all who send; less ends worse under AdamW (benchmarks/results/adam_compression.md)
 DENSITY_TOGETHER = 0.16
@@ -486,10 +486,7 @@ def _message(numel: float, compressible: float, options: TopK) -> SparseMessage:
     # The message about the share `density` of `compressible` elements
     assert options.density is not None
     return SparseMessage.of_share(
-        max(1, round(numel)),
-        compressible=compressible,
-        density=options.density,
-        bits=options.bits,
+        max(1, round(numel)), compressible=compressible, density=options.density, bits=options.bits
     )
 
 

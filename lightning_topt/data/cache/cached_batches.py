@@ -48,11 +48,7 @@ from lightning_topt.data.cache.sample_codec import (
     leaves_of,
 )
 
-_NUMBERS = {
-    "int": torch.int64,
-    "float": torch.float64,
-    "bool": torch.bool,
-}
+_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 _SMALL = 256  # bytes of a leaf that is gathered for all rows at once
 _LOOK_AT = 16  # items of a batch that are searched for one in memory
 LEAST_BYTES = 1 << 18  # of a tensor; smaller ones stay in the allocator's own lists

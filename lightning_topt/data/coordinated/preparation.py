@@ -86,12 +86,7 @@ class Preparation:
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        batches: Batches,
-        collate_fn: Callable[[list[Any]], Any],
-        seed: int,
+        self, dataset: Any, *, batches: Batches, collate_fn: Callable[[list[Any]], Any], seed: int
     ) -> None:
         self.dataset, self.batches, self.collate_fn, self.seed = dataset, batches, collate_fn, seed
         self._lists: dict[int, tuple[Sequence[Sequence[object]], str]] = {}

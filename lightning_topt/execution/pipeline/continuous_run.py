@@ -255,7 +255,7 @@ class ContinuousRun:
             self.is_drained = True
 
     @contextmanager
-    def update(self, result: BackwardResult) -> Generator[None, None, None]:
+    def update(self, result: BackwardResult) -> Generator[None]:
         """Run ``optimizer.step()`` within, with the hyperparameters of the result's minibatch.
 
         `result` is the latest one, and completes an update.
@@ -270,11 +270,7 @@ class ContinuousRun:
             self._send_values(result)
 
     def clip_norm(
-        self,
-        result: BackwardResult,
-        max_norm: float,
-        *,
-        parameters: Sequence[Tensor] | None = None,
+        self, result: BackwardResult, max_norm: float, *, parameters: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Scale this stage's gradients by the norm over all stages; return the norm before.
 
@@ -395,7 +391,7 @@ class ContinuousRun:
             self._weights.rates.forget(result.minibatch)
 
     @contextmanager
-    def _fails_for_good(self) -> Generator[None, None, None]:
+    def _fails_for_good(self) -> Generator[None]:
         # Drop all that is under way after an error, and refuse to go on
         if self._failed:
             raise RuntimeError(

@@ -190,11 +190,7 @@ class PipelineRun:
     # ---- steps -----------------------------------------------------------------------------------
 
     def run_step(
-        self,
-        microbatches: Sequence[object],
-        step: Step,
-        *,
-        weights: Sequence[float] | None = None,
+        self, microbatches: Sequence[object], step: Step, *, weights: Sequence[float] | None = None
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the losses (n,), on every rank.
 
@@ -294,7 +290,7 @@ class PipelineRun:
             raise
 
     @contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
+    def no_sync(self) -> Generator[None]:
         """Within it gradients are accumulated, and their exchange is left to a later step."""
         before, self._synchronizes = self._synchronizes, False
         try:
@@ -312,7 +308,7 @@ class PipelineRun:
         return self.norms.clip(parameters, max_norm)
 
     @contextmanager
-    def unsharded(self) -> Generator[None, None, None]:
+    def unsharded(self) -> Generator[None]:
         """Let all ranks have all parameters within, and the buffers that stages have changed."""
         self.sync_buffers()
         with self.non_local.unsharded():

@@ -69,17 +69,6 @@ class SplitBackward:
                 handle.remove()
             self._inputs = []
 
-    @property
-    def arrived_bytes(self) -> int:
-        """Bytes of the gradients that are kept from `inputs` to `parameters`, beside the graph."""
-        storages = {}
-        for gradients in self._arrived.values():
-            for gradient in gradients:
-                if gradient is not None:
-                    storage = gradient.untyped_storage()
-                    storages[storage._cdata] = storage.nbytes()
-        return sum(storages.values())
-
     def _keep(self, node: Node) -> Callable[[Any], None]:
         # A hook that keeps what arrives at `node`
 

@@ -300,7 +300,7 @@ class PipelineGroups:
         self._made = groups
 
     @contextmanager
-    def at_any_time(self) -> Generator[dist.ProcessGroup, None, None]:
+    def at_any_time(self) -> Generator[dist.ProcessGroup]:
         """Yield the group of the pipeline, made anew for this where it has been destroyed."""
         if self.pipeline_group in self._made:
             yield self.pipeline_group
@@ -489,7 +489,7 @@ class NonLocalParameters:
         self.names = frozenset()
 
     @contextmanager
-    def unsharded(self) -> Generator[None, None, None]:
+    def unsharded(self) -> Generator[None]:
         """Let every rank have all parameters within, and free those that it does not keep after."""
         # `restore` empties `names`: put them back before memory is freed.
         names = self.names
@@ -502,7 +502,7 @@ class NonLocalParameters:
             self.free()
 
     @contextmanager
-    def gathered_on_first(self) -> Generator[None, None, None]:
+    def gathered_on_first(self) -> Generator[None]:
         """Let the first rank of the pipeline have all parameters within.
 
         Those of other ranks are in host memory: a device may have no room for all.

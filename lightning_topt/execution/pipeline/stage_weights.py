@@ -99,7 +99,7 @@ class StageWeights:
         return holding(placed, self._parameters)
 
     @contextmanager
-    def of_update(self, minibatch: int) -> Generator[None, None, None]:
+    def of_update(self, minibatch: int) -> Generator[None]:
         """Let optimizers step within: true weights, and the minibatch's hyperparameters."""
         with self.rates.in_place(minibatch), unseen(self._parameters), ExitStack() as stack:
             for rule in self._rules:
@@ -294,7 +294,7 @@ class MinibatchRates:
         return [*found, *[self._latest[optimizer]] * max(count - len(found), 0)]
 
     @contextmanager
-    def in_place(self, minibatch: int) -> Generator[None, None, None]:
+    def in_place(self, minibatch: int) -> Generator[None]:
         """Let parameter groups hold the hyperparameters of a minibatch within.
 
         What an optimizer changes within stays changed.
@@ -328,7 +328,7 @@ class MinibatchRates:
 @contextmanager
 def holding(
     weights: Iterable[AbstractContextManager[None]], parameters: Iterable[Tensor]
-) -> Generator[None, None, None]:
+) -> Generator[None]:
     """Run passes within contexts that change `parameters`, hidden from autograd."""
     changed = tuple(parameters)
     # Only entering and leaving write; passes within must see version counters as ever.

@@ -62,10 +62,7 @@ class TensorAxes:
 
     @classmethod
     def with_groups(
-        cls,
-        mesh: Mesh,
-        *,
-        make: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup] = own_group,
+        cls, mesh: Mesh, *, make: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup] = own_group
     ) -> TensorAxes:
         """Return the axes as this rank sees them, with groups that `make` makes of sets of ranks.
 
@@ -136,9 +133,7 @@ def whole_shape(
 
 
 def layout_at(
-    placements: Sequence[Placement],
-    local_shape: Sequence[int],
-    sizes: Sequence[int],
+    placements: Sequence[Placement], local_shape: Sequence[int], sizes: Sequence[int]
 ) -> Layout | None:
     """Return the layout of a local tensor; None if replicated."""
     if all(placement == REPLICATE for placement in placements):

@@ -102,7 +102,7 @@ class SplitMode(PythonFunctionMode):
         return [each for known in self._tables.values() for each in known.values()]
 
     @contextmanager
-    def on(self) -> Generator[None, None, None]:
+    def on(self) -> Generator[None]:
         """Turn the mode on where it is off.
 
         That is outside of all, and where torch turned it off: in backward, which may recompute.
@@ -145,9 +145,7 @@ class SplitMode(PythonFunctionMode):
         return self.mover.at_border(rule, rule.outputs, result) if rule.has_border else result
 
     @contextmanager
-    def following(
-        self, rule: BlockRule, rows: tuple[int, ...] | None
-    ) -> Generator[None, None, None]:
+    def following(self, rule: BlockRule, rows: tuple[int, ...] | None) -> Generator[None]:
         """Run by `rule` within it.
 
         `rows` are the dims but for the last of tensors at the border, see `rest_of`.
@@ -707,7 +705,7 @@ class Gathered:
 
 
 @contextmanager
-def saved_as_slices(gathered: Sequence[Gathered]) -> Generator[None, None, None]:
+def saved_as_slices(gathered: Sequence[Gathered]) -> Generator[None]:
     """Save these tensors as slices within it; recomputation, which keeps nothing, is left alone."""
     # hooks that are there already see what is kept
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)

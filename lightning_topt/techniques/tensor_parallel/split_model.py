@@ -134,11 +134,7 @@ class SplitModel:
 
         None if the step cannot be captured.
         """
-        key = (
-            tuple(along),
-            frozenset(layout.placements.items()),
-            frozenset(layout.rules.items()),
-        )
+        key = (tuple(along), frozenset(layout.placements.items()), frozenset(layout.rules.items()))
         if key not in self._known.graphs:
             axes = TensorAxes.of_mesh(Mesh(tuple(along)), rank=0)
             try:

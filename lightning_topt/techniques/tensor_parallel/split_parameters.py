@@ -201,9 +201,7 @@ def join_parameters(module: nn.Module, split: Iterable[SplitParameter]) -> None:
 
 
 @contextmanager
-def joined_parameters(
-    module: nn.Module, split: Sequence[SplitParameter]
-) -> Generator[None, None, None]:
+def joined_parameters(module: nn.Module, split: Sequence[SplitParameter]) -> Generator[None]:
     """Give `module` its unsharded parameters on every rank, and the slices again at the end.
 
     Entering is a collective call.

@@ -91,11 +91,7 @@ def least_seconds(whole: TrainingStep, size: int) -> float:
 
 
 def tensor_steps(
-    whole: TrainingStep,
-    split: SplitModel,
-    *,
-    mesh: Mesh,
-    layout: str = "",
+    whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str = ""
 ) -> Iterator[TrainingStep]:
     """Yield the steps of one rank on `mesh`, which has tensor axes.
 

@@ -417,7 +417,7 @@ def _watched_group(group: dist.ProcessGroup | None) -> Any:
 
 
 @contextmanager
-def among_all_ranks() -> Generator[None, None, None]:
+def among_all_ranks() -> Generator[None]:
     """Allow collectives among all ranks within it, as where a step is only looked at."""
     _among_all.append(True)
     try:

@@ -205,10 +205,7 @@ register(LINEAR, (F.linear, torch._C._nn.linear))
 register(ADDMM, (torch.addmm,))
 register(
     MATMUL,
-    (
-        *(torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm),
-        Tensor.__matmul__,
-    ),
+    (*(torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm), Tensor.__matmul__),
 )
 register(
     Kind("grouped product", _grouped, _run_grouped),

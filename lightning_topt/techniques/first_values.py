@@ -1,0 +1,165 @@
+"""First values of a module on the meta device, of which a rank keeps what the plan gives it.
+
+    when it is made              its ``reset_parameters()`` (``_reset_parameters()``, torch's own)
+    when one around it is made   the ``_init_weights(module)`` of that, where it has one, as models
+                                 of transformers, timm and nanoGPT apply it to all that is in them
+
+Children come first, as in ``nn.Module.apply``. Constructors draw nothing on the meta device, so
+these calls draw what they would have drawn: values are those of a whole module for a seed. That
+holds where modules are made in this order, and draw in these methods only.
+
+What one call writes is on the host at once, as constructors make it: a leaf's tensors, mostly. A
+run on the meta device says beforehand what that is. Values are rank 0's, as under DDP. What the
+plan keeps whole gets memory, in the same Parameter objects, and so do buffers. Of the others
+`ParallelModel.rows` has this rank's part: FSDP2 takes them on the meta device, and shards their
+first dim. A tied parameter has the values of the first module that has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_topt.graph.errors import PlanError
+from lightning_topt.graph.module_copy import is_on_meta
+from lightning_topt.techniques.technique import ParallelModel, shard_axes
+
+Fill = Callable[[], Any]
+
+
+@torch.no_grad()
+def give_first_values(model: ParallelModel) -> None:
+    """Give values to what of `model` is on the meta device. A collective call.
+
+    Torch's generator goes on as it does where a whole module is made. Raises PlanError for tensors
+    that nothing gives values.
+    """
+    # Into how many parts parameters are to be sharded, and which of them is this rank's.
+    rank, shards = model.mesh.data_rank(dist.get_rank()), dict[Tensor, tuple[int, int]]()
+    for block, config in model.configs.items():
+        for parameter in model.parameters[block].values():
+            if axes := shard_axes(config, is_trained=parameter.requires_grad):
+                parts = model.mesh.ranks_along(axes)
+                shards[parameter] = parts, rank % parts
+    # What each call gives; one that leaves out elements, or reads some, leaves NaN.
+    kept, owners = dict[Tensor, Tensor](), dict[Tensor, Any]()
+    for held, _, tensor in _places(model.module):
+        owners.setdefault(tensor, held)
+    for module, fill in _fills(model.module, set(), set()):
+        for tensor, value in _values(module, fill, owners).items():
+            kept.pop(tensor, None)
+            if value.shape == tensor.shape and not value.isnan().any():
+                model.broadcast([value])  # which moves it to the device
+                kept[tensor] = value.detach()
+                if tensor in shards:
+                    parts, own = shards[tensor]
+                    kept[tensor] = _chunk_with_empty(value, parts, dim=0)[own].clone()
+    for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
+        if not tensor.is_meta:
+            continue
+        if tensor not in kept:
+            raise PlanError(
+                f"{name!r} is on the meta device, and nothing gives all of it values: its module "
+                "needs reset_parameters(), or one around it _init_weights(module); else make it on "
+                "a real device (docs/how_to/larger_than_memory.md)"
+            )
+        value = kept.pop(tensor)
+        if tensor in shards:
+            model.rows[tensor] = value
+        else:  # the object stays, with what users have noted on it
+            torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
+
+
+def _fills(
+    module: nn.Module, made: set[int], applied: set[int]
+) -> Iterator[tuple[nn.Module, Fill]]:
+    # Yield modules with meta tensors, and what gives them values, as constructors have it
+    if id(module) in made or not is_on_meta(module):
+        return
+    made.add(id(module))
+    for child in module.children():
+        yield from _fills(child, made, applied)
+    own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own is not None:
+        yield module, own
+    convention = getattr(module, "_init_weights", None)
+    if callable(convention) and len(inspect.signature(convention).parameters) == 1:
+        parts: list[nn.Module] = []
+        module.apply(parts.append)  # children first
+        for part in parts:
+            if id(part) not in applied and is_on_meta(part):
+                applied.add(id(part))
+                yield part, partial(convention, part)
+
+
+def _values(module: nn.Module, fill: Fill, owners: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:
+    # Run `fill`; return the meta tensors of `module` that it writes, with what their owners have
+    places = [*_places(module)]
+
+    def put(device: str, tensors: Collection[Tensor]) -> dict[Tensor, Tensor]:
+        new = {tensor: _like(tensor, device) for tensor in tensors}
+        for held, name, tensor in places:
+            held[name] = new.get(tensor, tensor)
+        return new
+
+    try:
+        # Without memory, to see what is written or replaced.
+        new = put("meta", {tensor for *_, tensor in places})
+        storages = _written(fill)
+        written = {
+            tensor
+            for held, name, tensor in places
+            if held[name] is not new[tensor] or new[tensor].untyped_storage()._cdata in storages
+        }
+        # In memory. What had values keeps them.
+        put("cpu", written)
+        fill()
+        return {
+            tensor: held[name]
+            for held, name, tensor in places
+            if tensor.is_meta and tensor in written and owners[tensor] is held
+        }
+    finally:
+        put("meta", ())
+
+
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    # Yield the parameters and buffers of `module`, each after what holds it and its name there
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            yield from ((held, name, t) for name, t in held.items() if t is not None)
+
+
+def _like(tensor: Tensor, device: str) -> Tensor:
+    # A tensor without values, but with what users have noted on `tensor`
+    new = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    vars(new).update(vars(tensor))
+    return new
+
+
+def _written(fill: Fill) -> set[int]:
+    # Run `fill`; return the storages that operators write to in it
+    storages = set()
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            for index, argument in enumerate(func._schema.arguments):
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                if argument.is_write and isinstance(value, Tensor):
+                    storages.add(value.untyped_storage()._cdata)
+            return func(*args, **kwargs)
+
+    with torch.random.fork_rng(devices=()), Writes():  # type: ignore[no-untyped-call]
+        fill()
+    return storages

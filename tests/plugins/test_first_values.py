@@ -1,0 +1,230 @@
+"""Fits of models that begin on the meta device: as those of their twins, made whole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_topt import read_sharded_checkpoint
+from tests.models import GPT
+from tests.plugins.trainer_ranks import (
+    OwnShare,
+    RecordingGPT,
+    loader,
+    on_ranks,
+    topt_trainer,
+)
+
+CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
+UNEVEN = {"layers": 1, "width": 6, "vocab": 33, "tied": True}
+WIDE = {"layers": 2, "width": 128}
+
+
+class LateGPT(RecordingGPT):
+    """Makes its layers when the fit begins."""
+
+    def __init__(self, on_meta: bool, **kwargs: Any) -> None:
+        L.LightningModule.__init__(self)
+        self.on_meta, self.kwargs, self.losses = on_meta, kwargs, []
+        self.net: GPT | None = None
+        self.first: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta" if self.on_meta else "cpu"):
+                self.net = GPT(**self.kwargs)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.net is not None
+        return self.net(tokens)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", LateGPT.training_step(self, batch, batch_idx), sync_dist=True)
+
+    test_step = validation_step
+
+    def on_fit_start(self) -> None:
+        self.first = full(self)
+
+
+class ByHand(LateGPT):
+    """Optimizes manually."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+def full(module: nn.Module) -> dict[str, Tensor]:
+    named = module.named_parameters()
+    return {
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named
+    }
+
+
+def fit(plan: Any, on_meta: bool = True, *, kind: Any = LateGPT, seed: int = 3, **rest: Any) -> Any:
+    made, path = rest.pop("made", WIDE), rest.pop("path", None)
+    torch.manual_seed(seed)
+    module = kind(on_meta, **made)
+    trainer = topt_trainer(plan, **{"max_steps": 6, "use_distributed_sampler": False, **rest})
+    trainer.fit(module, OwnShare(8, length=48), loader(8, length=8), ckpt_path=path)
+    return module, trainer
+
+
+def same(rank: int, plans: tuple[Any, ...], options: dict[str, Any]) -> list[str]:
+    """Fit under `plans`; return the summaries of these."""
+    whole, summaries = fit("ddp", False, **options)[0], []
+    for plan in plans:
+        asked = plan if isinstance(plan, dict) else {}
+        module, trainer = fit(None if asked else plan, **{"options": asked, **options})
+        assert module.first.keys() == whole.first.keys()
+        for name, value in whole.first.items():
+            assert torch.equal(module.first[name], value), name
+        # up to the order of additions in reduced gradients
+        assert module.losses == pytest.approx(whole.losses, rel=1e-6)
+        assert len(module.losses) == 6
+        summaries.append(trainer.strategy.parallel_plan.summary())
+        if "ZeRO-3" in summaries[-1]:
+            kept = sum(p.to_local().numel() for p in module.parameters() if isinstance(p, DTensor))
+            assert kept <= 0.51 * sum(p.numel() for p in module.parameters())
+    return summaries
+
+
+def test_fits_are_those_of_whole_models() -> None:
+    on_ranks(same, ("zero3", "zero2", "zero3+recompute", "zero1"), {})
+
+
+def test_plans_that_are_searched() -> None:
+    least = {"objective": "memory", "cluster": CLUSTER}
+    (found,) = on_ranks(same, (least,), {"made": {"layers": 6, "width": 256}})[0]
+    assert "ZeRO-3" in found or "ZeRO-2" in found, found
+
+
+def test_uneven_and_tied_parameters() -> None:
+    on_ranks(same, ("zero3", "zero2"), {"made": UNEVEN})
+
+
+def test_manual_optimization() -> None:
+    on_ranks(same, ("zero3",), {"kind": ByHand})
+
+
+def other_seeds(rank: int) -> None:
+    whole = fit("ddp", False, seed=3)[0]
+    module = fit("zero3", seed=3 + rank)[0]
+    assert all(torch.equal(module.first[name], value) for name, value in whole.first.items())
+    assert module.losses == pytest.approx(whole.losses, rel=1e-6)
+
+
+def test_values_are_rank_0s() -> None:
+    on_ranks(other_seeds)
+
+
+# ---- checkpoints and the end ---------------------------------------------------------------------
+
+
+def save_and_resume(rank: int, folder: Path, form: str) -> None:
+    expected = fit("ddp", False, max_steps=-1, max_epochs=2)[0]
+    keep = ModelCheckpoint(folder, filename="end", save_on_train_epoch_end=True)
+    options = {"options": {"checkpoint": form}, "enable_checkpointing": True, "callbacks": [keep]}
+    module, trainer = fit("zero3", max_steps=-1, **options)
+    after = full(module)
+    assert isinstance(next(module.parameters()), DTensor)
+    trainer.save_checkpoint(folder / "after.ckpt")
+    for path in (folder / "end.ckpt", folder / "after.ckpt"):
+        if form == "sharded":
+            stored = read_sharded_checkpoint(path)["state_dict"]
+        else:
+            dist.barrier()
+            stored = torch.load(path, weights_only=False)["state_dict"]
+        assert {*stored} == {*after}
+        assert all(torch.equal(stored[key], value) for key, value in after.items())
+        # goes on in a model on the meta device, and in one with values
+        for plan, on_meta in (("zero3", True), ("zero2", True), ("ddp", False)):
+            resumed = fit(
+                plan,
+                on_meta,
+                seed=9,
+                path=path,
+                max_steps=-1,
+                max_epochs=2,
+                options={"checkpoint": form},
+            )[0]
+            assert resumed.losses == pytest.approx(expected.losses[6:], rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_checkpoints_are_resumed_on_the_meta_device(form: str, tmp_path: Path) -> None:
+    on_ranks(save_and_resume, tmp_path, form)
+
+
+class Reading(LateGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (2 if loss.item() > 1e9 else 1)
+
+
+class Early(LateGPT):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.configure_model()
+
+
+def said(call: Any) -> str:
+    with pytest.raises(Exception) as caught:  # rank 0's own error, or its message elsewhere
+        call()
+    return " ".join(str(caught.value).split())
+
+
+def refusals(rank: int) -> list[str]:
+    module, trainer = fit("zero3")
+    return [
+        said(lambda: fit(None)),
+        said(lambda: fit({"mesh": {"tensor": 2}})),
+        said(lambda: fit({"mesh": {"pipeline": 2}})),
+        said(lambda: fit("zero3", kind=Early, callbacks=[StochasticWeightAveraging(0.1)])),
+        said(lambda: fit(None, kind=Reading, options={"memory_limit": "1GiB", "cluster": CLUSTER})),
+        said(lambda: trainer.test(module, loader(8, length=8), verbose=False)),
+        said(lambda: topt_trainer("zero3").test(LateGPT(True, **WIDE), loader(8), verbose=False)),
+        said(lambda: trainer.fit(module, OwnShare(8))),
+    ]
+
+
+WORDS = (
+    "on the meta device: a plan of data axes gives it values .*plan='zero3', memory_limit",
+    "on the meta device, which data axes alone give values",
+    "on the meta device, which data axes alone give values",
+    "copies parameters on the meta device before they have values",
+    "reads the values of a tensor|_local_scalar_dense.* cannot be captured",
+    "in shards already, of a fit before",
+    "on the meta device: a plan of data axes gives it values",
+    "in shards already, of a fit before",
+)
+
+
+def test_what_cannot_run_is_said() -> None:
+    for rank in on_ranks(refusals):
+        for words, message in zip(WORDS, rank, strict=True):
+            assert re.search(words, message), (words, message)

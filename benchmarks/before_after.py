@@ -109,15 +109,10 @@ WHAT_IF = ("--only", "without tensor axes")
 CASES = {
     "import": Case(("-c", "import lightning_topt"), None),
     "help": Case(("-m", "lightning_topt.cli.main", "--help"), None),
-    "start": Case(
-        ("-m", "benchmarks.foreign.start", *START),
-        record,
-        warm_up=True,
-    ),
+    "start": Case(("-m", "benchmarks.foreign.start", *START), record, warm_up=True),
     "overhead": Case(("-c", GPT), step),
     "tensor_overhead": Case(
-        ("-m", "benchmarks.tensor.overhead", *TENSOR),
-        rows(1, {"ms": 1, "ms of the thread": 4}),
+        ("-m", "benchmarks.tensor.overhead", *TENSOR), rows(1, {"ms": 1, "ms of the thread": 4})
     ),
     "pipeline_overhead": Case(
         ("-m", "benchmarks.pipelines.overhead", *FLUSHING),
@@ -129,18 +124,13 @@ CASES = {
         rounds=3,
     ),
     "frontier_search": Case(
-        ("-c", "from benchmarks.search.frontier import growth; growth()"),
-        total,
-        rounds=3,
+        ("-c", "from benchmarks.search.frontier import growth; growth()"), total, rounds=3
     ),
     "what_if_search": Case(
-        ("-m", "benchmarks.search.what_if", *WHAT_IF),
-        rows(1, {"CPU s": 1, "GiB": 3}),
+        ("-m", "benchmarks.search.what_if", *WHAT_IF), rows(1, {"CPU s": 1, "GiB": 3})
     ),
     "optimizer_step": Case(
-        ("-m", "benchmarks.optimizer.step", *STEP),
-        rows(1, {"ms": 1}, keep="ours"),
-        rounds=3,
+        ("-m", "benchmarks.optimizer.step", *STEP), rows(1, {"ms": 1}, keep="ours"), rounds=3
     ),
     "network": Case(
         ("-m", "benchmarks.exchange.network", *NETWORK),

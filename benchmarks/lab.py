@@ -190,12 +190,7 @@ class Lab:
         )
 
     def run_module(
-        self,
-        name: str,
-        *flags: str,
-        ranks_per_node: int,
-        timeout: float = 500,
-        **options: Any,
+        self, name: str, *flags: str, ranks_per_node: int, timeout: float = 500, **options: Any
     ) -> dict[str, Any]:
         """Run a module on every rank; rank 0 writes the result as JSON to ``--out``.
 

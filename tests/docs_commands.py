@@ -60,10 +60,7 @@ TINY_MODEL = (
     *("model.num_layers=2", "model.hidden=32", "model.num_heads=4", "model.seq_len=32"),
     "data.max_bytes=40000",
 )
-TINY_FIT = (
-    *("trainer.limit_train_batches=5", "trainer.limit_val_batches=2"),
-    "hydra.run.dir=run",
-)
+TINY_FIT = (*("trainer.limit_train_batches=5", "trainer.limit_val_batches=2"), "hydra.run.dir=run")
 
 
 class Form(NamedTuple):

@@ -72,14 +72,7 @@ LIBRARIES = (
         "numba",
         "psutil",
     ),
-    *(
-        "rich",
-        "rich.console",
-        "rich.table",
-        "yaml",
-        "xxhash",
-        "sklearn.datasets",
-    ),
+    *("rich", "rich.console", "rich.table", "yaml", "xxhash", "sklearn.datasets"),
 )
 # those that need not be there
 HF = ("bert", "clip", "convnext", "gpt2", "llama", "mixtral", "segformer", "t5", "vit", "whisper")

@@ -11,12 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_topt.demo import (
-    ByteGPT,
-    ByteSequences,
-    StdlibBytesDataModule,
-    split_files,
-)
+from lightning_topt.demo import ByteGPT, ByteSequences, StdlibBytesDataModule, split_files
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 

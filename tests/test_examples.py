@@ -105,9 +105,7 @@ sys.modules["matplotlib"] = sys.modules["matplotlib.pyplot"] = plt
 plt.pyplot = plt
 """
 # words that the cells print
-SHOWN = {
-    "plan_and_frontier": {"blocks", "DDP", "recompute", "limit"},
-}
+SHOWN = {"plan_and_frontier": {"blocks", "DDP", "recompute", "limit"}}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

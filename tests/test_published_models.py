@@ -12,10 +12,7 @@ import torch
 from hydra.utils import instantiate
 
 from benchmarks.common import PUBLISHED_MODELS
-from examples.hugging_face import (
-    HuggingFaceModel,
-    RandomInputs,
-)
+from examples.hugging_face import HuggingFaceModel, RandomInputs
 from lightning_topt.graph.module_copy import build_on_meta, is_on_meta
 from tests.test_conf import composed
 

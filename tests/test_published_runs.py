@@ -12,11 +12,7 @@ import pytest
 
 from benchmarks.prediction import rows
 from benchmarks.prediction.repeated_blocks import repeat_blocks
-from benchmarks.prediction.run_prices import (
-    RunPrices,
-    captured_step,
-    sizes_of,
-)
+from benchmarks.prediction.run_prices import RunPrices, captured_step, sizes_of
 from benchmarks.prediction.training_runs import (
     TIME,
     ModelSizes,

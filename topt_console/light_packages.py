@@ -51,7 +51,7 @@ _LIGHT = {
     ),
     # of torchmetrics, which draws
     "matplotlib.pyplot": _Part(
-        {"Figure": "matplotlib.figure:Figure", "style": "matplotlib.style:"},
+        {"Figure": "matplotlib.figure:Figure", "style": "matplotlib.style:"}
     ),
     # of losses of transformers that match boxes
     "scipy.optimize": _Part(

@@ -199,7 +199,7 @@ def _introduction(found: dict[str, Any], target: float) -> list[str]:
         f"one rank. The dense run has {STEPS} steps and ends at {target:.3f} nats per byte of "
         "validation text. Seconds: steps to that loss (mean of two validations), times the step's "
         f"time over that link, median (range) of interleaved rounds ({rounds}). A row is the "
-        "learning rate with the fewest steps.",
+        "learning rate with the fewest steps."
     ]
 
 

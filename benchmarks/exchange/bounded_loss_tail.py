@@ -96,15 +96,7 @@ def main() -> None:
     for congestion in ("cubic", "bbr"):
         allow_in_namespaces(congestion)  # each rank chooses for its connections
     shown = {key: value for key, value in vars(options).items() if key not in ("lock", "out")}
-    lines = [
-        __doc__ or "",
-        machine(),
-        "",
-        f"`{shown}`",
-        "",
-        f"| {COLUMNS} |",
-        "|" + "---|" * 13,
-    ]
+    lines = [__doc__ or "", machine(), "", f"`{shown}`", "", f"| {COLUMNS} |", "|" + "---|" * 13]
     for nodes in options.nodes:
         for queue in options.queues:
             for loss in options.losses:

@@ -143,12 +143,7 @@ class Way:
 
 BY_NODES = {"hierarchical": True}
 SPARSE_LOCO = {"method": "sparse_loco", "every": 5, "density": 0.125, "residual_decay": 0.8}
-DILOCO = {
-    "method": "local_steps",
-    "every": 50,
-    "outer_learning_rate": 0.7,
-    "outer_momentum": 0.9,
-}
+DILOCO = {"method": "local_steps", "every": 50, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
 SHORT_TOP_K, SHORT_LOCO = "top-k 16 % / ranks, 2 bits", "SparseLoCo, 5 steps, 12.5 %"
 WAYS = {
     DENSE: Way(),

@@ -26,11 +26,7 @@ from lightning_topt.communication.collectives import all_gather_into, reduce_sca
 from lightning_topt.communication.node.node_exchange import NodeExchange, SharedMemoryNodeExchange
 
 MEGABYTES = (1, 10, 100)
-TORCH, SLICES, DIRECT = (
-    "torch on gloo",
-    "slices on gloo",
-    "memory, read directly",
-)
+TORCH, SLICES, DIRECT = ("torch on gloo", "slices on gloo", "memory, read directly")
 METHODS = (TORCH, SLICES, DIRECT)
 
 
@@ -76,9 +72,7 @@ def measure(rank: int, ranks: int, store: str, rounds: int, queue: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     world = dist.group.WORLD
     assert world is not None
-    nodes: dict[str, NodeExchange] = {
-        DIRECT: SharedMemoryNodeExchange(world, timeout_seconds=60),
-    }
+    nodes: dict[str, NodeExchange] = {DIRECT: SharedMemoryNodeExchange(world, timeout_seconds=60)}
     seconds: dict[tuple[str, int, str], list[float]] = {}
     for megabytes in MEGABYTES:
         n = megabytes * 250_000

@@ -54,10 +54,7 @@ RANK = "benchmarks.exchange.loss_ways"  # of a job in the lab
 LINKS = ("1gbit", "200mbit")
 STEPS, LONGEST, EVERY = 300, 750, 25
 # trained to the loss in the lab, and over which links
-FULL = {
-    DENSE: LINKS[:1],
-    "2 x (2 stages, two versions), top-k": LINKS[:1],
-}
+FULL = {DENSE: LINKS[:1], "2 x (2 stages, two versions), top-k": LINKS[:1]}
 WINDOWS, LAST = 4, 5  # windows of a fit that is timed, and last steps, in which pipelines drain
 
 
@@ -163,12 +160,7 @@ def measure(models: Sequence[str], names: Sequence[str]) -> None:
             key = f"{link}|{model}|{name}"
             if goal is not None and key not in load()["full"]:
                 result = fit_in(
-                    link,
-                    model,
-                    name,
-                    steps=LONGEST,
-                    loss=goal[0],
-                    every=every_of(WAYS[name]),
+                    link, model, name, steps=LONGEST, loss=goal[0], every=every_of(WAYS[name])
                 )
                 keep("full", key, result["points"])
                 print(key, result["points"][-1], flush=True)

@@ -49,12 +49,7 @@ class Steps(L.Callback):
 
     def __init__(self, out: Path) -> None:
         self.out, self.start, self.begun = out, 0.0, 0.0
-        self.record: dict[str, Any] = {
-            "seconds": None,
-            "steps": [],
-            "losses": [],
-            "plan": None,
-        }
+        self.record: dict[str, Any] = {"seconds": None, "steps": [], "losses": [], "plan": None}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.begun = time.perf_counter()
@@ -113,12 +108,7 @@ def run(model: str, strategy: str, out: Path) -> None:
         plan = "search" if strategy == "topt_full" else None
         chosen = AutoParallelStrategy(plan=plan, **started)
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=chosen,
-        max_steps=STEPS,
-        callbacks=[steps],
-        **QUIET,
+        accelerator="cpu", devices=2, strategy=chosen, max_steps=STEPS, callbacks=[steps], **QUIET
     )
     data = StdlibBytesDataModule(context, batch_size, max_bytes=1_000_000)
     steps.start = time.perf_counter()

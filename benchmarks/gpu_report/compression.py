@@ -38,12 +38,7 @@ from benchmarks.gpu_report.reporting import (
     synchronize,
 )
 from lightning_topt.communication import BoundedLoss, GradientMethod, LocalMethod, OuterSteps
-from lightning_topt.communication.bucket import (
-    Bucket,
-    BucketLayout,
-    ExchangeContext,
-    Stages,
-)
+from lightning_topt.communication.bucket import Bucket, BucketLayout, ExchangeContext, Stages
 from lightning_topt.communication.exchange_method import exempt_names, method_classes
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology, make_groups
@@ -155,10 +150,7 @@ def bucket_columns(
 
 @contextmanager
 def bucket_call(
-    method: GradientMethod,
-    shapes: list[tuple[int, ...]],
-    device: torch.device,
-    topology: Topology,
+    method: GradientMethod, shapes: list[tuple[int, ...]], device: torch.device, topology: Topology
 ) -> Iterator[Callable[[], None]]:
     """Give the exchange of one bucket, without the exchange's thread. A collective call."""
     groups = make_groups(
@@ -215,10 +207,7 @@ def outer_columns(
 
 
 def thread_columns(
-    row: dict[str, Any],
-    method: GradientMethod,
-    shapes: list[tuple[int, ...]],
-    device: torch.device,
+    row: dict[str, Any], method: GradientMethod, shapes: list[tuple[int, ...]], device: torch.device
 ) -> None:
     """Add what one step of the exchange takes that training uses, with its thread and streams."""
     module = Matrices(shapes).to(device)

@@ -39,11 +39,7 @@ from benchmarks.gpu_report.reporting import (
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.optimizer import (
-    OptimizerProfile,
-    measure_update_seconds,
-    read_optimizer,
-)
+from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.demo import VOCABULARY, ByteGPT
 from lightning_topt.execution.engine import Engine

@@ -98,11 +98,7 @@ def samples_for(size: float, found: Predicted, profile: OptimizerProfile) -> int
 
 
 def chosen(
-    limit: float,
-    samples: int,
-    found: Predicted,
-    profile: OptimizerProfile,
-    row: dict[str, Any],
+    limit: float, samples: int, found: Predicted, profile: OptimizerProfile, row: dict[str, Any]
 ) -> PlanPoint:
     """Return the plan that the search chooses for one rank under `limit` bytes."""
     request = SearchRequest(

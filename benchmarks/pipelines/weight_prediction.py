@@ -37,14 +37,7 @@ from lightning_topt.demo import ByteGPT, StdlibBytesDataModule, TransformerBlock
 
 FILE = RESULTS / "prediction_accuracy.json"
 MODELS = {"transformer": "AdamW", "long transformer": "AdamW", "cnn": "SGD", "lstm": "SGD"}
-RULES = (
-    "none",
-    "stash",
-    "nesterov",
-    "two_versions",
-    "spectrain",
-    "multistep",
-)
+RULES = ("none", "stash", "nesterov", "two_versions", "spectrain", "multistep")
 # rules of the runs that are four times as long, on up to 8 stages
 OF_LONG = ("two_versions", "spectrain", "multistep")
 SEEDS = {1: 5, 2: 5, 4: 5, 8: 5, 16: 2, 32: 2}
@@ -99,10 +92,7 @@ def train_stages(
     stages, batches = deal(task.pieces(), run.stages), task.batches(run.seed)
     parameters = [list(stage.parameters()) for stage in stages]
     feedback = {"rule": "two_versions", "error_feedback": True}
-    rules: dict[str, Any] = {
-        SYNCHRONOUS: "none",
-        **dict.fromkeys((FEEDBACK, *STARTS), feedback),
-    }
+    rules: dict[str, Any] = {SYNCHRONOUS: "none", **dict.fromkeys((FEEDBACK, *STARTS), feedback)}
     cut = run.cut if isinstance(run, Tuned) else 1
     before = 0  # minibatches of earlier calls of `run`, which counts from 0
     training = ContinuousTraining(

@@ -199,8 +199,7 @@ def _completed(
             else "nothing, as all of them fit"
         )
         console.print(
-            f"{unsaid} rows of {path.name} do not say what they recompute: {what}.",
-            highlight=False,
+            f"{unsaid} rows of {path.name} do not say what they recompute: {what}.", highlight=False
         )
     return found
 

@@ -398,9 +398,7 @@ class RunPrices:
         if key not in self._chains:
             known = captured_step(sizes)
             step = replace(
-                known.base,
-                cluster=self._cluster_of(run.dtype),
-                tensor_overlap=run.tensor_overlap,
+                known.base, cluster=self._cluster_of(run.dtype), tensor_overlap=run.tensor_overlap
             )
             # What follows from the graph alone is not worked out again: a fit asks for the costs
             # of the same runs on hundreds of clusters.

@@ -146,12 +146,7 @@ class RankTransformer(nn.Module):
         # the words of the head are split as well, so its logits are
         weight = self.head.weight if sizes.kind == "llama" else self.words.weight
         logits = _column(self.norm(x), weight, None, sizes)
-        loss: Tensor = _call(
-            _CrossEntropy,
-            logits,
-            targets,
-            sizes.tensor > 1,
-        )
+        loss: Tensor = _call(_CrossEntropy, logits, targets, sizes.tensor > 1)
         return loss.mean()
 
 
@@ -259,13 +254,7 @@ def _column(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: TransformerSi
     """Return the column-parallel product of `x`, of whose positions a rank may have a part."""
     if sizes.tensor == 1:
         return F.linear(x, weight, bias)
-    return _call(
-        _ColumnProduct,
-        x,
-        weight,
-        bias,
-        sizes.slices,
-    )
+    return _call(_ColumnProduct, x, weight, bias, sizes.slices)
 
 
 class _ColumnProduct(Function):

@@ -33,12 +33,7 @@ from lightning_topt.cli.what_if import WhatIfOptions, read_searches, search_all
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.plan_frontier import ModelFacts, PlanPoint, step_of_microbatches
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.scenarios import (
-    Estimate,
-    choose_estimate,
-    default_objective,
-    estimate,
-)
+from lightning_topt.plan.scenarios import Estimate, choose_estimate, default_objective, estimate
 
 
 @dataclass(frozen=True)

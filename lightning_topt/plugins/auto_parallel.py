@@ -478,9 +478,7 @@ class AutoParallelStrategy(DataParallelHooks):
             )
         own = super().all_gather
         if self._is_asked and self._run.engine is None:  # a step that is traced sends nothing
-            from lightning_topt.techniques.tensor_parallel.user_code import (  # noqa: PLC0415
-                among_all_ranks,
-            )
+            from lightning_topt.techniques.tensor_parallel.user_code import among_all_ranks  # noqa: PLC0415
 
             with among_all_ranks():
                 return own(tensor, group, sync_grads)

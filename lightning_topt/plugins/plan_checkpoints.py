@@ -150,10 +150,7 @@ class PlanCheckpoints:
 
         `args` are those of `load` after the path.
         """
-        from lightning_topt.execution.sharded_checkpoint import (  # noqa: PLC0415  (resumed)
-            is_folder,
-            open_sharded,
-        )
+        from lightning_topt.execution.sharded_checkpoint import is_folder, open_sharded  # noqa: PLC0415  (resumed)
 
         if not is_folder(path):
             return load(path, *args)
@@ -161,10 +158,7 @@ class PlanCheckpoints:
 
     def remove(self, path: Any, remove: Callable[[Any], None], strategy: Strategy) -> None:
         """Remove the checkpoint at `path`, on rank 0; by `remove` where it is no folder of ours."""
-        from lightning_topt.execution.checkpoint_files import (  # noqa: PLC0415  (a folder)
-            holds_shards,
-            remove_folder,
-        )
+        from lightning_topt.execution.checkpoint_files import holds_shards, remove_folder  # noqa: PLC0415  (a folder)
 
         if strategy.is_global_zero:
             (remove_folder if holds_shards(path) else remove)(path)
@@ -206,10 +200,7 @@ def save_file(
     A sharded one that is at `path` stays until the file is whole. Lightning would write the file
     into its folder.
     """
-    from lightning_topt.execution.checkpoint_files import (  # noqa: PLC0415  (a folder)
-        holds_shards,
-        replace_by_file,
-    )
+    from lightning_topt.execution.checkpoint_files import holds_shards, replace_by_file  # noqa: PLC0415  (a folder)
 
     if not strategy.is_global_zero or not holds_shards(path):
         save(checkpoint, path, **options)
@@ -224,10 +215,7 @@ def save_file(
 
 def load_whole(path: Any, weights_only: bool | None = None, *, load: Any) -> dict[str, Any]:
     """Return the checkpoint at `path`, a file or a folder, as one process has it."""
-    from lightning_topt.execution.sharded_checkpoint import (  # noqa: PLC0415  (resumed)
-        is_folder,
-        read_sharded_checkpoint,
-    )
+    from lightning_topt.execution.sharded_checkpoint import is_folder, read_sharded_checkpoint  # noqa: PLC0415  (resumed)
 
     if is_folder(path):
         return read_sharded_checkpoint(path, weights_only=weights_only is not False)

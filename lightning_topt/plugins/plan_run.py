@@ -202,11 +202,7 @@ class PlanRun:
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the plan run the steps of `optimizers`, made of the module's present parameters."""
         assert self.engine is not None and self._strategy.lightning_module is not None
-        from lightning_topt.plugins.requirements import (  # noqa: PLC0415  (fits with a plan)
-            CONTINUOUS,
-            Fit,
-            why_not,
-        )
+        from lightning_topt.plugins.requirements import CONTINUOUS, Fit, why_not  # noqa: PLC0415  (fits with a plan)
 
         # Schedulers of learning rates are there by now.
         is_continuous = self.engine.plan.schedule in CONTINUOUS_SCHEDULES

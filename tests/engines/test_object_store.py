@@ -143,12 +143,7 @@ def undisturbed(store: None) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"checkpoint": "full"},
-        {"checkpoint": "sharded"},
-    ],
-    ids=["full", "sharded"],
+    "options", [{"checkpoint": "full"}, {"checkpoint": "sharded"}], ids=["full", "sharded"]
 )
 def test_saved_kept_and_resumed(
     undisturbed: dict[int, float], options: dict[str, Any], request: pytest.FixtureRequest

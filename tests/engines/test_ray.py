@@ -104,11 +104,7 @@ def local_ray() -> Iterator[None]:
 
 
 def run(
-    folder: Path,
-    strategy: str,
-    *,
-    reports: bool = False,
-    killed_at: int | None = None,
+    folder: Path, strategy: str, *, reports: bool = False, killed_at: int | None = None
 ) -> tuple[dict[tuple[int, int], float], dict[str, float], Any]:
     """The loss of each rank and step, the last one where it came twice, the end, Ray's result."""
     folder.mkdir()

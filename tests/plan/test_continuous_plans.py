@@ -183,8 +183,7 @@ def test_what_is_asked_for_by_name_is_found_or_an_error(small: SearchRequest) ->
     request = replace(small, pipelines=wanted, stale=stale("stash"))
     assert {p.plan.schedule for p in search_plans(request).points} == {"continuous"}
     with pytest.raises(
-        PlanError,
-        match="no pipeline of 8 ranks has 5 stages, schedule 'continuous': the model has",
+        PlanError, match="no pipeline of 8 ranks has 5 stages, schedule 'continuous': the model has"
     ):
         search_plans(replace(request, pipelines=replace(wanted, stages=5)))
     with pytest.raises(PlanError, match="leave out microbatches"):

@@ -130,10 +130,7 @@ def test_gradient_exchange_round_trip(exchange: GradientMethod) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "stage", "says"),
-    [
-        (Dense(hierarchical=False), 0, "needs hierarchical"),
-    ],
+    ("exchange", "stage", "says"), [(Dense(hierarchical=False), 0, "needs hierarchical")]
 )
 def test_an_exchange_that_does_not_suit_a_plan(
     exchange: GradientMethod, stage: int, says: str

@@ -21,10 +21,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.explanation import explain_stages, price_plan
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.pipeline_search import (
-    PipelineRequest,
-    pipeline_shapes,
-)
+from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_simulation import stage_seconds, step_seconds_of

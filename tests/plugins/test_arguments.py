@@ -51,10 +51,7 @@ EXCHANGE: dict[str, list[Any]] = {
     "dense_steps": NO_COUNT,
     "exempt": ["norm", 3, None, [1], ["norm", None], {"norm"}],
 }
-SETTINGS: dict[str, list[Any]] = {
-    "nonfinite": ["stop", 1],
-    "timeout_seconds": [0, -1, *NO_NUMBER],
-}
+SETTINGS: dict[str, list[Any]] = {"nonfinite": ["stop", 1], "timeout_seconds": [0, -1, *NO_NUMBER]}
 METHOD = {"method": ["top", 3, None, ["topk"], {"method": 3}, {"method": ["topk"]}]}
 LOCAL: dict[str, list[Any]] = {
     "every": NO_COUNT,

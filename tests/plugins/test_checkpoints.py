@@ -127,10 +127,7 @@ def uninterrupted() -> Any:
 
 @pytest.mark.parametrize(("source", "target"), RESUMED)
 def test_resume_with_the_same_loss(
-    checkpoints: dict[str, str],
-    uninterrupted: Any,
-    source: str,
-    target: str,
+    checkpoints: dict[str, str], uninterrupted: Any, source: str, target: str
 ) -> None:
     results = (
         [resume(0, None, checkpoints[source])]
@@ -238,11 +235,7 @@ def parts() -> dict[str, Any]:
 def save_composed(rank: int, plan: str, folder: Path, form: str) -> list[str]:
     keep = ModelCheckpoint(folder, filename="middle", every_n_train_steps=2)
     trainer = topt_trainer(
-        plan,
-        options={"checkpoint": form},
-        callbacks=[keep],
-        enable_checkpointing=True,
-        max_steps=3,
+        plan, options={"checkpoint": form}, callbacks=[keep], enable_checkpointing=True, max_steps=3
     )
     torch.manual_seed(0)
     module = Composed(**parts(), optimizer=partial(torch.optim.AdamW, lr=1e-2))

@@ -14,13 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
 from lightning_topt import CompressedDDPStrategy, LocalSteps, LocalStepsStrategy, TopK
-from tests.plugins.trainer_ranks import (
-    OwnShare,
-    RecordingGPT,
-    compressed,
-    make_trainer,
-    on_ranks,
-)
+from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, compressed, make_trainer, on_ranks
 
 State = dict[str, Any]
 
@@ -83,10 +77,7 @@ def resumed(
     return whole.losses, first.losses + second.losses, equal
 
 
-EXACT: list[dict[str, Any]] = [
-    {"density": 0.1},
-    {"density": 0.1, "hierarchical": True, "nodes": 2},
-]
+EXACT: list[dict[str, Any]] = [{"density": 0.1}, {"density": 0.1, "hierarchical": True, "nodes": 2}]
 
 
 @pytest.mark.parametrize("options", EXACT, ids=lambda options: "-".join(map(str, options.values())))

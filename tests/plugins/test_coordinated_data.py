@@ -13,13 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
 from lightning_topt.data.coordinated.coordinator_link import is_supported
 from lightning_topt.data.coordinated.preparation import SeededBatches

@@ -114,8 +114,7 @@ def _evaluate(rank: int, plan: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("plan", "kind"),
-    [("zero3", "length"), ("zero3", "stream"), ("zero1", "stream")],
+    ("plan", "kind"), [("zero3", "length"), ("zero3", "stream"), ("zero1", "stream")]
 )
 def test_an_evaluation_in_shards_needs_equal_numbers(plan: str, kind: str) -> None:
     for said in on_ranks(_evaluate, plan, kind):

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_topt import AutoParallelStrategy
-from tests.plugins.trainer_ranks import (
-    RecordingGPT,
-    loader,
-    make_trainer,
-    on_ranks,
-)
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
 
 PLANS = [None, "zero1", "zero3+recompute"]
 HOOKS = [name for name in dir(L.LightningModule) if name.startswith("on_") and name != "on_gpu"]

@@ -17,13 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_topt import read_sharded_checkpoint
 from tests.models import GPT
-from tests.plugins.trainer_ranks import (
-    OwnShare,
-    RecordingGPT,
-    loader,
-    on_ranks,
-    topt_trainer,
-)
+from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, on_ranks, topt_trainer
 
 CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
 UNEVEN = {"layers": 1, "width": 6, "vocab": 33, "tied": True}

@@ -52,9 +52,7 @@ STRATEGIES: dict[str, Any] = {
     ),
     "step shared": lambda: "ddp",
 }
-CALLBACKS = {
-    "step shared": lambda: ParallelOptimizerStep(always=True),
-}
+CALLBACKS = {"step shared": lambda: ParallelOptimizerStep(always=True)}
 
 
 def fit(rank: int, kind: str, ignored: tuple[str, ...]) -> dict[str, Tensor]:

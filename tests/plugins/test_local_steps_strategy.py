@@ -14,14 +14,7 @@ from lightning_topt import LocalSteps, LocalStepsStrategy, SparseLoCo
 from lightning_topt.communication import LocalMethod, OuterSteps
 from lightning_topt.communication.topology import Topology
 from tests.models import ConvNet, batch_for
-from tests.plugins.trainer_ranks import (
-    OwnShare,
-    SgdGPT,
-    loader,
-    make_trainer,
-    on_ranks,
-    state_of,
-)
+from tests.plugins.trainer_ranks import OwnShare, SgdGPT, loader, make_trainer, on_ranks, state_of
 
 EVERY = 3
 
@@ -142,9 +135,7 @@ def resumed(
 
 
 @pytest.mark.parametrize(
-    ("method", "ranks"),
-    [(LocalSteps(every=2), 2), (SparseLoCo(every=2, density=0.1), 4)],
-    ids=str,
+    ("method", "ranks"), [(LocalSteps(every=2), 2), (SparseLoCo(every=2, density=0.1), 4)], ids=str
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path, method: LocalMethod, ranks: int

@@ -122,10 +122,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "max_epochs": 2,
         },
     ),
-    "two stages per rank": (
-        {"schedule": "interleaved_zero_bubble"},
-        {"precision": "bf16-mixed"},
-    ),
+    "two stages per rank": ({"schedule": "interleaved_zero_bubble"}, {"precision": "bf16-mixed"}),
     "on a V, recomputed": ({"schedule": "zbv", "recompute": True}, {}),
 }
 
@@ -156,11 +153,7 @@ def fits(rank: int, folder: Path) -> dict[str, Any]:
         )
         samples = samples_of(options["schedule"])
         found[name] = results_of(
-            trainer,
-            Counted(dropout=0.1),
-            loader(8, length=samples),
-            folder / "topt.ckpt",
-            samples,
+            trainer, Counted(dropout=0.1), loader(8, length=samples), folder / "topt.ckpt", samples
         )
     return {**found, "groups": len(_world.pg_map)}
 

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_topt.costs.cluster import Link
-from tests.plugins.test_group_steps import (
-    CLIPPED,
-    Case,
-    Wordless,
-    check,
-    cluster,
-)
+from tests.plugins.test_group_steps import CLIPPED, Case, Wordless, check, cluster
 
 EXACT: dict[str, Any] = {"relative": 1e-6, "batches": Wordless}
 SLOW = Link(1e-5, 1e6)

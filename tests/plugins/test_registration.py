@@ -12,11 +12,7 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_topt import (
-    AutoParallelStrategy,
-    CompressedDDPStrategy,
-    PipelineStrategy,
-)
+from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, PipelineStrategy
 from lightning_topt.plugins import data_parallel_hooks
 from tests.preloaded import preloaded_python
 

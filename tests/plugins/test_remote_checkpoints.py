@@ -17,13 +17,7 @@ from lightning_topt import (
     read_sharded_checkpoint,
 )
 from lightning_topt.execution.checkpoint_files import holds_shards
-from tests.plugins.trainer_ranks import (
-    RecordingGPT,
-    loader,
-    make_trainer,
-    on_ranks,
-    topt_trainer,
-)
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
 
 
 class Trained(RecordingGPT):

@@ -19,13 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.measuring import RemotePlanningError
 from tests.models import ConvNet
-from tests.plugins.trainer_ranks import (
-    RecordingGPT,
-    loader,
-    make_trainer,
-    on_ranks,
-    topt_trainer,
-)
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
 
 KINDS = ["ddp", "zero1", "zero3"]
 every_kind = pytest.mark.parametrize("plan", ["zero1", "zero3"])

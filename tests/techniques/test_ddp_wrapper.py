@@ -33,10 +33,7 @@ def layers(count: int, width: int = 512) -> nn.Sequential:
 
 
 def sent(
-    module: nn.Module,
-    *,
-    topology: Topology | None = TWO_NODES,
-    **arguments: Any,
+    module: nn.Module, *, topology: Topology | None = TWO_NODES, **arguments: Any
 ) -> list[int]:
     """The bytes of the buckets of a step that is not the first."""
     given = {"gradient_as_bucket_view": True, **arguments}

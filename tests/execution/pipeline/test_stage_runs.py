@@ -180,10 +180,7 @@ CASES: dict[str, Case] = {
         clip=0.1,
     ),
     "zero1": Case(
-        "tied",
-        plan_of(2, "looped_bfs", stages=4, data=2, storage="zero1"),
-        clip=0.1,
-        accumulate=2,
+        "tied", plan_of(2, "looped_bfs", stages=4, data=2, storage="zero1"), clip=0.1, accumulate=2
     ),
     # of tied parameters beside a tensor axis: test_stage_states.py
     "tensor 2 handed zero bubble": Case(

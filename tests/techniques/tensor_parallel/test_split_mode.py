@@ -104,15 +104,9 @@ BLOCKS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
     "masked": (masked, 0),
     "ranked": (ranked, 0),
     "random": (lambda module, x: x + torch.rand_like(x), 0),
-    "norms": (
-        lambda module, x: F.normalize(x, dim=0) + x.norm(dim=0) + x.std(0),
-        0,
-    ),
+    "norms": (lambda module, x: F.normalize(x, dim=0) + x.norm(dim=0) + x.std(0), 0),
     "values": (lambda module, x: x * float(x.detach().sum()) if x.sum() > -1e9 else x, 0),
-    "layers of other sizes": (
-        lambda module, x: F.pad(x, (0, 0, 0, 1))[:4],
-        0,
-    ),
+    "layers of other sizes": (lambda module, x: F.pad(x, (0, 0, 0, 1))[:4], 0),
 }
 
 

@@ -221,10 +221,7 @@ class Images(nn.Module):
             nn.BatchNorm2d(16),
         )
         self.point, self.norm3 = nn.Conv2d(16, 8, 1), nn.GroupNorm(4, 8)
-        self.up, self.norm4 = (
-            nn.ConvTranspose2d(8, 8, 2, stride=2),
-            nn.GroupNorm(8, 8),
-        )
+        self.up, self.norm4 = (nn.ConvTranspose2d(8, 8, 2, stride=2), nn.GroupNorm(8, 8))
         self.pool, self.head = nn.MaxPool2d(2), nn.Linear(8, 8)
         self.double()
 

@@ -302,7 +302,8 @@ class AutoParallelStrategy(DataParallelHooks):
         if module.trainer.state.fn == TrainerFn.FITTING:
             ranks = self.world_size // self.num_nodes
             self._is_asked = needs_plan(self.request, module, self.root_device, ranks=ranks)
-        check_values(module, is_planned=self._is_asked)
+        # Ranks by fork or spawn would send shards back, which their parent cannot load.
+        check_values(module, is_planned=self._is_asked and self._start_method == "popen")
         # Under a plan each tensor gets there once it is in shards.
         if not self._is_asked:
             super().model_to_device()

@@ -332,7 +332,8 @@ def check_values(module: nn.Module, *, is_planned: bool) -> None:
     if not is_planned and is_on_meta(module):
         raise PlanError(
             "the model is on the meta device: a plan of data axes gives it values in a fit "
-            "(plan='zero3', memory_limit=...), evaluations and other fits need a model with values"
+            "(plan='zero3', memory_limit=...) whose ranks are no forks (start_method='popen'); "
+            "evaluations and other fits need a model with values"
         )
 
 

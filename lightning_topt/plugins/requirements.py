@@ -33,6 +33,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -140,6 +141,11 @@ class Fit:
     def module(self) -> pl.LightningModule:
         """The module that is trained."""
         return self.trainer.lightning_module
+
+    @property
+    def begins_on_meta(self) -> bool:
+        """Whether a fit has to give the module values; `topt plan` makes all models so."""
+        return self.trainer.state.fn == TrainerFn.FITTING and is_on_meta(self.module)
 
     @property
     def traced(self) -> OpGraph:
@@ -259,7 +265,7 @@ def _averages_apart(fit: Fit) -> str | None:
         if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             continue
         name, own = type(callback).__name__, callback._device
-        if is_on_meta(fit.module):
+        if fit.begins_on_meta:
             return f"{name} copies parameters on the meta device before they have values"
         if own is not None and torch.device(own).type != strategy.root_device.type:
             return f"{name} keeps its averages on another device ({own}); give it device=None"
@@ -374,7 +380,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         (SLICES, *_TOGETHER),
         "parameters are on the meta device, which data axes alone give values (plan='zero3')",
-        lambda fit: is_on_meta(fit.module),
+        lambda fit: fit.begins_on_meta,
     ),
     Requirement((SHARDED,), "parameter {}, a tensor class of its own", _own_tensor),
     Requirement(

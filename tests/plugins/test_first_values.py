@@ -169,7 +169,7 @@ def save_and_resume(rank: int, folder: Path, form: str) -> None:
             assert resumed.losses == pytest.approx(expected.losses[6:], rel=1e-5)
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=pytest.mark.thorough)])
 def test_checkpoints_are_resumed_on_the_meta_device(form: str, tmp_path: Path) -> None:
     on_ranks(save_and_resume, tmp_path, form)
 

@@ -245,7 +245,7 @@ def assert_equals(fit: Fit, found: dict[str, Any], twin: Any) -> None:
         torch.testing.assert_close(found["state"][name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_weights_are_those_of_the_schedule_action_by_action(ranks: int) -> None:
     more = ["overlapped", "accumulated"]  # lags that differ between stages say more
     names = more if ranks == 4 else [name for name in FITS if name not in more]

@@ -48,6 +48,7 @@ def test_a_kill_while_a_state_is_written(jobs: Any, undisturbed: Job) -> None:
     check_same(job, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_window_that_is_not_full_comes_again(jobs: Any) -> None:
     plain, disturbed = jobs([], accumulate=2), jobs([["kill odd", 3, 1]], accumulate=2)
     for job in (plain, disturbed):

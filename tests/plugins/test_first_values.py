@@ -111,6 +111,7 @@ def test_fits_are_those_of_whole_models() -> None:
     on_ranks(same, ("zero3", "zero2", "zero3+recompute", "zero1"), {})
 
 
+@pytest.mark.thorough
 def test_plans_that_are_searched() -> None:
     least = {"objective": "memory", "cluster": CLUSTER}
     (found,) = on_ranks(same, (least,), {"made": {"layers": 6, "width": 256}})[0]

@@ -475,7 +475,7 @@ def _signature(step: TrainingStep, block: str) -> Hashable:
     # to nanoseconds: sums of equal kernels may differ in their last bits
     seconds = tuple(round(float(direction[first]), 9) for direction in step.compute[block])
     work = step.exchange_model.work[block] if step.exchange_model is not None else None
-    calls = step.graph.calls_of(block) if step.graph.is_manual else ()
+    calls = step.graph.calls_of(block)
     passes = block in step.reduced_last, block in step.gathered_once, calls
     return structure, updates, seconds, work, *passes
 

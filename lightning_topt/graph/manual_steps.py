@@ -13,7 +13,7 @@ are there at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -107,12 +107,15 @@ class ManualSteps:
         return self._made
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        found = self._all()
-        return found[0] if len(found) == 1 else found
+        return _one_or_all(self._all())
 
     def _schedulers(self) -> Any:
         self._all()
-        return self._rates[0] if len(self._rates) == 1 else self._rates or None
+        return _one_or_all(self._rates) or None
+
+
+def _one_or_all(found: list[Any]) -> Any:
+    return found[0] if len(found) == 1 else found
 
 
 class ManualOptimizer:
@@ -134,11 +137,9 @@ class ManualOptimizer:
         for parameter in self.parameters():
             parameter.grad = None
 
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+    def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
         """Toggle it around the body."""
-        with self._steps.toggled(self):
-            yield
+        return self._steps.toggled(self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

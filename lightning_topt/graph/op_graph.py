@@ -126,7 +126,12 @@ class OpGraph:
         return self.manual_passes > 0
 
     def calls_of(self, module: str) -> tuple[int, int]:
-        """Return how often a module is called, and how many of its calls have a backward pass."""
+        """Return how often a block is gathered by itself, forward and backward: in each call.
+
+        Once each but in a step that optimizes manually.
+        """
+        if not self.is_manual:
+            return 1, 1
         calls = [call.needs_grad for call in self.step.calls if call.module == module]
         return len(calls), sum(calls)
 

@@ -383,9 +383,7 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.sharded) if step.on_gloo else 0.0
     out += hooks
     gathers = [each for each in collectives if each.op == "all_gather"]
-    # forward and backward of each call by itself in a step that optimizes manually
-    graph = step.graph
-    passes = graph.calls_of(block.name) if graph.is_manual else (1, 1)
+    passes = step.graph.calls_of(block.name)
     calls = passes[1]
     for when, (each, count) in enumerate(zip(gathers, passes, strict=False)):
         gather = step.seconds_of([each] * count)

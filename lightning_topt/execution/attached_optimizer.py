@@ -441,11 +441,14 @@ class StageOptimizer:
 class _PartOfState:
     """In the place of the `state_dict` of an optimizer that has a part of its state; its step too.
 
-    Loading a full state ends that.
+    Loading a full state ends that. Where an optimizer never called `Optimizer.__init__`, it has no
+    hooks: its step goes on, and `state_dict` stays as it is here.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._name = type(optimizer).__name__
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return
         self._hook = optimizer.register_step_pre_hook(self)
         # which stays: torch goes through such hooks while it runs, also of several refusals
         optimizer.register_load_state_dict_post_hook(self._lift)

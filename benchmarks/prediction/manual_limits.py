@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ class Seen(L.Callback):
 
 
 def run(limit: int, out: Path) -> None:
+    """Fit the GAN under `limit` MiB."""
     torch.manual_seed(0)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -107,9 +109,16 @@ def run(limit: int, out: Path) -> None:
     trainer.fit(GAN(), DataLoader(torch.randn(64 * 2 * STEPS, 256), batch_size=64))
 
 
-def main() -> None:
+def main(
+    doc: str | None = __doc__,
+    title: str = "A GAN with manual optimization under memory limits",
+    name: str = "manual_limits",
+    limits: Sequence[int] = LIMITS_MIB,
+    run: Callable[[int, Path], None] = run,
+) -> None:
+    """Measure under each of `limits`, in new processes, and write the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--limit", type=int)
     parser.add_argument("--out", type=Path)
@@ -117,15 +126,15 @@ def main() -> None:
     if options.out is not None:
         run(options.limit, options.out)
         return
-    lines = ["# A GAN with manual optimization under memory limits", "", machine(), ""]
+    lines = [f"# {title}", "", machine(), ""]
     lines += [
         "| limit MiB | plan | predicted s | measured s | error | predicted MiB | measured MiB | "
         "error | parameters on a rank | limit kept |",
         "|---" * 10 + "|",
     ]
-    for limit in LIMITS_MIB:
+    for limit in limits:
         try:
-            found = run_module("benchmarks.prediction.manual_limits", limit=limit)
+            found = run_module(f"benchmarks.prediction.{name}", limit=limit)
         except JobFailed:
             lines.append(f"| {limit} | did not run |" + " |" * 8)
             continue
@@ -137,7 +146,7 @@ def main() -> None:
             f"{'yes' if real_peak <= limit * 2**20 else 'NO'} |"
         )
         print(lines[-1], flush=True)
-    (RESULTS / "manual_limits.md").write_text("\n".join(lines) + "\n")
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

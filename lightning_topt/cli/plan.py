@@ -11,8 +11,7 @@ What `run` calls, and what comes out:
     UnpricedSearch.of       a `SearchRequest` that lacks costs                  plan_steps
     PlanSetup.with_costs    the `SearchRequest`; measures a cluster not given   plan_steps
     search_for              `PlanFrontier`: the best plans, seconds and bytes   searched_plan
-    of_steps                the same for steps of several batches               plan_frontier
-    in_view                 the same with intervals, or by the time to a loss   searched_plan
+    frontier_of_steps       the same of steps, with intervals                   searched_plan
     choose_for              the `PlanPoint` that meets the request              searched_plan
     report_plan             files and tables                                    plan_steps
 """
@@ -35,9 +34,9 @@ from lightning_topt.communication.started_ranks import leave_to_rank_0
 from lightning_topt.costs.accuracy import sentence_of
 from lightning_topt.graph.capture import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, TIME_TO_LOSS, check_objective
-from lightning_topt.plan.plan_frontier import ModelFacts, interval_sentences, of_steps
+from lightning_topt.plan.plan_frontier import interval_sentences
 from lightning_topt.plan.step_factors import left_out_sentence
-from lightning_topt.plugins.searched_plan import Planning, choose_for, in_view, search_for
+from lightning_topt.plugins.searched_plan import Planning, choose_for, frontier_of_steps, search_for
 from topt_console.status_line import STATUS
 
 # Of more devices an exact search seldom ends within its budget: it is given up without a bound.
@@ -93,13 +92,9 @@ def _plan_once(config: DictConfig) -> None:
     search = setup.with_costs(unpriced.request, dataclasses.replace(request, objective=objective))
     if search is None:  # another rank of torchrun or srun goes on
         return
-    # of a step, which may have several batches
-    facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
-    parts = trainer.accumulate_grad_batches
     request = dataclasses.replace(request, objective=objective)
-    frontier = search_for(request, search, progress=STATUS.show)
-    frontier = of_steps(frontier, accumulate=parts, facts=facts)
-    frontier = in_view(request, frontier, search, trainer)
+    found = search_for(request, search, progress=STATUS.show)
+    frontier = frontier_of_steps(request, found, search, trainer, progress=STATUS.show)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
 

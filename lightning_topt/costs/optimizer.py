@@ -143,6 +143,11 @@ class OptimizerProfile:
         update = self.updates.get(name)
         return 0 if update is None else update.state_bytes
 
+    def moved_bytes(self, name: str) -> float:
+        """Return the bytes that an update of parameter `name` reads and writes; 0 without one."""
+        update = self.updates.get(name)
+        return 0.0 if update is None else update.moved_bytes
+
     def update_seconds(self, name: str, *, numel: int, device: Device, share: float = 1.0) -> float:
         """Return the seconds to update the given share of parameter `name`.
 

@@ -98,6 +98,7 @@ class TrainingStep:
             belong to, in parts. Predicted only: no plan runs so.
         local_steps: data ranks train alone, and meet as it says once in many steps, of which a step
             has its share; None: gradients are averaged in every step.
+        offloads: shards may be offloaded (`Storage`).
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample
     or of a size that the graph says nothing about, and an exchange that these ranks cannot have.
@@ -120,6 +121,7 @@ class TrainingStep:
     float32_gathers: bool = False
     tensor_overlap: bool = False
     local_steps: LocalMethod | None = None
+    offloads: bool = False
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)

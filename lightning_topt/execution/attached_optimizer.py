@@ -38,7 +38,7 @@ from lightning_topt.execution.states import (
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
-from lightning_topt.optim.shard_step import as_dtensor, install_local_step
+from lightning_topt.optim.shard_step import as_dtensor, install_local_step, move_states
 from lightning_topt.optim.update_rule import (
     ELEMENTWISE,
     UnsplittableOptimizer,
@@ -203,6 +203,7 @@ class AttachedOptimizer:
         self.optimizer.load_state_dict(
             place_optimizer_state(self.optimizer, state, self._split, replicated=owned)
         )
+        move_states(self.optimizer)
 
     def read(self, stored: StoredOptimizer, *, rows: Callable[[int], range]) -> State:
         """Return ``rows(index)`` of each parameter's state from a checkpoint folder."""

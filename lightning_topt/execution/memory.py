@@ -34,6 +34,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_topt.optim.mapped_memory import is_in_file
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): reset the peak resident set size to the current one
@@ -114,7 +116,9 @@ def _training_bytes(
     ]
     local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     # Each storage once: tied parameters and views share theirs.
-    storages = [tensor.untyped_storage() for tensor in local if tensor.device.type == device.type]
+    # What is in files is no memory of the process.
+    own = (tensor for tensor in local if tensor.device.type == device.type)
+    storages = [tensor.untyped_storage() for tensor in own if not is_in_file(tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.optim.full_state import laid_out, parameters_of
 from lightning_topt.optim.pieces import num_rows
+from lightning_topt.optim.shard_step import on_mesh
 from lightning_topt.techniques.tensor_parallel.layout import Span, narrowed
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
@@ -184,7 +185,7 @@ def follow_parameters(
 def _full(value: object, split: SplitTensor | None) -> Any:
     # A value without shards and slices. A collective call where there are some.
     # Shards first, since slices are cut into shards; then slices.
-    full = value.full_tensor() if isinstance(value, DTensor) else value
+    full = on_mesh(value).full_tensor() if isinstance(value, DTensor) else value
     if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.local_shape:
         return full
     return split.whole(full)

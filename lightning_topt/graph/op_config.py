@@ -10,7 +10,7 @@ A placement per axis, named as in torch's DTensor. Along the data axes of a mesh
     3       Shard(0)      Shard(0)      Shard(0)
 
 Sharded along the last data axis only, and replicated along the others, levels 2 and 3 are hybrid
-sharding.
+sharding. What is sharded may be offloaded: kept in the memory of the host, or in a file.
 """
 
 from __future__ import annotations
@@ -80,13 +80,18 @@ def parse_placement(text: object) -> Placement:
 class Storage:
     """Placement of parameters, gradients and optimizer state between steps, one per axis.
 
+    `offload`: the shards are in the memory of the host, where ranks are accelerators; in files,
+    where they are CPUs.
+
     Raises ValueError where the three do not name equally many axes or one is partial. So does a
-    tensor that is sharded along an axis along which one derived from it is replicated.
+    tensor that is sharded along an axis along which one derived from it is replicated, and
+    `offload` where gradients are whole.
     """
 
     parameters: Placements
     gradients: Placements
     optimizer_state: Placements
+    offload: bool = False
 
     def __post_init__(self) -> None:
         # in the order in which one is derived from the other
@@ -103,13 +108,18 @@ class Storage:
                     "sharded parameters need sharded gradients, and those a sharded optimizer "
                     f"state, along each axis, and none of them may be partial; got {self}"
                 )
+        if self.offload and not self.sharded_axes("gradients"):
+            raise ValueError(f"only what is sharded (ZeRO level 2 or 3) is offloaded; got {self}")
 
     def __str__(self) -> str:
         kinds = ("parameters", "gradients", "optimizer_state")
-        return ", ".join(f"{kind}={'x'.join(map(str, getattr(self, kind)))}" for kind in kinds)
+        words = [f"{kind}={'x'.join(map(str, getattr(self, kind)))}" for kind in kinds]
+        return ", ".join([*words, *(["offload"] if self.offload else [])])
 
     @classmethod
-    def zero(cls, level: int, *, axes: int = 1, over: Iterable[int] | None = None) -> Storage:
+    def zero(
+        cls, level: int, *, axes: int = 1, over: Iterable[int] | None = None, offload: bool = False
+    ) -> Storage:
         """Return the storage of a ZeRO level on a mesh of `axes` axes.
 
         It is sharded along the axes `over`, None for all. Raises ValueError for a level other than
@@ -117,7 +127,8 @@ class Storage:
         """
         if level not in range(4):
             raise ValueError(f"a ZeRO level is 0, 1, 2 or 3; got {level}")
-        return _zero_storage(level, axes, frozenset(range(axes) if over is None else over))
+        along = frozenset(range(axes) if over is None else over)
+        return _zero_storage(level, axes, along, offload)
 
     def sharded_axes(self, kind: str) -> tuple[int, ...]:
         """Return the indices of the axes along which `kind` is sharded.
@@ -146,7 +157,7 @@ class Storage:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.parameters, self.gradients, self.optimizer_state))
+        return hash((self.parameters, self.gradients, self.optimizer_state, self.offload))
 
     def __hash__(self) -> int:  # searches hash configurations by the million
         return self._hash
@@ -196,21 +207,22 @@ class OpConfig:
         recompute: bool = False,
         axes: int = 1,
         over: Iterable[int] | None = None,
+        offload: bool = False,
     ) -> OpConfig:
         """Return the configuration of a ZeRO level; see `Storage.zero`."""
-        return _stored(Storage.zero(level, axes=axes, over=over), recompute)
+        return _stored(Storage.zero(level, axes=axes, over=over, offload=offload), recompute)
 
 
 # Searches ask for these by the thousand.
 @lru_cache(maxsize=1024)
-def _zero_storage(level: int, axes: int, along: frozenset[int]) -> Storage:
+def _zero_storage(level: int, axes: int, along: frozenset[int], offload: bool) -> Storage:
     # level 1 shards the optimizer state, 2 the gradients too, 3 the parameters too
     def placed(needed: int) -> Placements:
         return tuple(
             Shard(0) if level >= needed and axis in along else Replicate() for axis in range(axes)
         )
 
-    return Storage(placed(3), placed(2), placed(1))
+    return Storage(placed(3), placed(2), placed(1), offload)
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_topt.communication.collectives import travel_device
 from lightning_topt.optim.full_state import parameters_of
 
 # into how many slices, along axes that DTensors do not know, a parameter is cut
@@ -41,7 +42,8 @@ def total_norm(
     """
     power = float(norm_type)
     given = [parameter for parameter in parameters if parameter.grad is not None]
-    device = given[0].device if given else torch.device("cpu")
+    # what is offloaded is on the host, which may not be where ranks meet
+    device = next((p.device for p in given if p.device.type != "cpu"), travel_device())
     replicated: list[Tensor] = []
     by_copies: dict[int, list[Tensor]] = {}  # sharded ones, by how many ranks hold the same shard
     for parameter in given:

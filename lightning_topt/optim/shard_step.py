@@ -32,8 +32,14 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.rank_watch import lost_peers
 from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.mapped_memory import NewStatesInFiles, in_file, is_in_file
 from lightning_topt.optim.pieces import Piece
-from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of, updates_whole
+from lightning_topt.optim.update_rule import (
+    ELEMENTWISE,
+    UnsplittableOptimizer,
+    is_one_of,
+    updates_whole,
+)
 
 State = dict[str, Any]
 # w <- (1 - lr weight_decay) w + u, where u does not depend on w
@@ -48,12 +54,27 @@ def install_local_step(optimizer: Optimizer) -> LocalStep | None:
     That needs DTensors among its parameters, and an optimizer known to update each element by
     itself. Any other optimizer is left as it is, and None returned. `LocalStep.detach` undoes it.
     """
-    sharded = any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer))
+    sharded = [p for p in parameters_of(optimizer) if isinstance(p, DTensor)]
     if not sharded or not is_one_of(optimizer, ELEMENTWISE):
+        if any(is_in_file(_local(parameter)) for parameter in sharded):
+            raise UnsplittableOptimizer(
+                f"{type(optimizer).__name__} is not known to update elements one by one, so its "
+                "state would stay in memory: leave '+offload' out of the plan"
+            )
         return None
+    move_states(optimizer)
     step = LocalStep(optimizer)
     optimizer.step = step  # type: ignore[method-assign]
     return step
+
+
+def move_states(optimizer: Optimizer) -> None:
+    """Let states of sharded parameters be in files where these are."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor) and is_in_file(_local(parameter)):
+            for value in state.values():
+                if isinstance(value, DTensor) and not is_in_file(value._local_tensor):
+                    value._local_tensor = in_file(value._local_tensor)
 
 
 class LocalStep:
@@ -74,6 +95,8 @@ class LocalStep:
         # the state of DTensors while the optimizer is at work
         self._outside: dict[Tensor, State] = {}
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        # entered while the update makes states of parameters in files
+        self._makes_states: NewStatesInFiles | None = None
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Take one step; `closure` runs forward, backward and clipping on DTensors."""
@@ -100,6 +123,9 @@ class LocalStep:
                 state[key] = {
                     name: _local(value) for name, value in self._outside[parameter].items()
                 }
+        if any(key not in state and is_in_file(key) for key in self._stand_ins.values()):
+            self._makes_states = NewStatesInFiles()
+            self._makes_states.__enter__()
 
     def _stand_in(self, parameter: DTensor) -> nn.Parameter:
         # The parameter over the local tensor, with the local gradient
@@ -119,6 +145,9 @@ class LocalStep:
         # Put the DTensors back, with what the update has made of their state
         if not self._groups:  # the hooks have done it already
             return
+        if self._makes_states is not None:
+            self._makes_states.__exit__(None, None, None)
+            self._makes_states = None
         for group, parameters in self._groups:
             group["params"] = parameters
         state = self.optimizer.state
@@ -181,6 +210,12 @@ def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def on_mesh(tensor: DTensor) -> DTensor:
+    """Return `tensor`, which may be offloaded to the host, on the devices of its mesh."""
+    local, kind = tensor._local_tensor, tensor.device_mesh.device_type
+    return tensor if local.device.type == kind else as_dtensor(local.to(kind), tensor)
 
 
 # ---- rules of full parameters: one owner for each

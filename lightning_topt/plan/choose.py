@@ -381,6 +381,10 @@ _MECHANISMS: tuple[tuple[str, Callable[[ParallelPlan], bool]], ...] = (
     ("parameters are split over ranks inside a node", lambda plan: bool(plan.mesh.tensor_axes)),
     ("the model is cut into stages", lambda plan: plan.schedule is not None),
     (
+        "shards are offloaded to the host",
+        lambda plan: any(block.config.storage.offload for block in plan.blocks),
+    ),
+    (
         "stages compute with weights that miss some updates, which was allowed, and never wait for "
         "these",
         lambda plan: plan.schedule in CONTINUOUS_SCHEDULES,

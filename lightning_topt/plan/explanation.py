@@ -71,7 +71,8 @@ def price_plan(request: SearchRequest, plan: ParallelPlan) -> PricedPlan:
     """
     # the blocks of the plan on this graph; then stages, or blocks on one rank
     check_world_size(request.cluster, world_size=plan.mesh.size)
-    request = _cut_as(request, plan)
+    offloads = any(config.storage.offload for config in plan.configs.values())
+    request = replace(_cut_as(request, plan), offloads=offloads)
     if plan.schedule is not None:
         return _price_stages(request, plan)
     # without stages every rank has the same costs

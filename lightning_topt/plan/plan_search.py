@@ -110,6 +110,7 @@ class SearchRequest:
         gradient_views: whether unsharded gradients are views of DDP's buckets (see `ParallelPlan`):
             what plans may have. Those that have different ones are not compared with one another.
         epsilon: plans that others beat by less than this share, in both costs, may be left out.
+        offloads: shards may be offloaded, on meshes without a tensor axis.
     """
 
     graph: OpGraph
@@ -133,6 +134,7 @@ class SearchRequest:
     stale: StaleWeights | None = None
     gradient_views: Sequence[bool] = (False,)
     epsilon: float = 0.0
+    offloads: bool = False
 
 
 @no_collection()  # it takes long, with all that a capture leaves
@@ -278,6 +280,7 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
         request.kernel_seconds,
         returns_memory=request.returns_memory,
         num_microbatches=batches,
+        offloads=request.offloads,
     )
 
 

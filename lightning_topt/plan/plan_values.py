@@ -96,17 +96,19 @@ class Preset:
     """A ZeRO level over all data axes of a mesh, or over the last one alone.
 
     `inner` means the last one alone: hybrid sharding. `float32_gathers`: nothing in 16 bits.
+    `offload`: shards are in the memory of the host (`Storage`).
     """
 
     level: int
     inner: bool = False
     float32_gathers: bool = False
+    offload: bool = False
 
     def storage(self, mesh: Mesh) -> Storage:
         """Return the placements on `mesh`."""
         # inner: the last data axis, which is the one inside a node
         over = mesh.data_axes[-1:] if self.inner else mesh.data_axes
-        return Storage.zero(self.level, axes=len(mesh.axes), over=over)
+        return Storage.zero(self.level, axes=len(mesh.axes), over=over, offload=self.offload)
 
 
 PRESETS = {
@@ -145,6 +147,7 @@ def describe_config(config: OpConfig, mesh: Mesh) -> str:
     words += (
         ["split activations"] if any(isinstance(placement, Shard) for placement in between) else []
     )
+    words += ["offload"] if storage.offload else []
     words += ["recompute"] if config.recompute else []
     return " + ".join(words)
 
@@ -176,6 +179,8 @@ def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, object]:
         kind: _placed(getattr(config.storage, kind), mesh) for kind in _STORED
     }
     values["recompute"] = config.recompute
+    if config.storage.offload:
+        values["offload"] = True
     # placements of the computation are rare: only plans with tensor axes have them
     if any(getattr(config, kind) for kind in _COMPUTED):
         values["computes"] = {
@@ -228,6 +233,7 @@ def config_reader(mesh: Mesh) -> ValueReader[OpConfig]:
     }
     rest: dict[str, ValueReader[Any]] = {
         "recompute": truth,
+        "offload": truth,
         "computes": partial(read_entries, readers=computed, needed=()),
     }
     kinds: dict[str, ValueReader[Any]] = dict.fromkeys(_STORED, placed)
@@ -238,6 +244,7 @@ def config_reader(mesh: Mesh) -> ValueReader[OpConfig]:
         entries = read_entries(value, {**stored, **rest}, needed=stored, name=name)
         try:
             storage = entries.get("storage") or Storage(*(entries[kind] for kind in _STORED))
+            storage = replace(storage, offload=entries.get("offload", False))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         return OpConfig(storage, entries.get("recompute", False), **entries.get("computes", {}))

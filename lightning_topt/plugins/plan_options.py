@@ -1,6 +1,6 @@
 """What users say about a plan: options of the strategies in any of the forms they may have.
 
-    plan="zero3+recompute"                     UniformPlan   the same for every block
+    plan="zero3+recompute+offload"             UniformPlan   the same for every block
     plan="tensor", {"mesh": {"tensor": 4}}     MeshPlan      the best plan on a mesh, or a layout
     plan={"mesh": {"pipeline": 2, "data": 2}}  PipelinePlan  stages; what is not given is searched
     plan="plan.yaml", a mapping                ParallelPlan  a whole plan, run as it is
@@ -324,8 +324,11 @@ def read_plan_option(
     # A name, or else a file.
     name, *more = str(plan).split("+")
     again = "recompute" in more
-    if name in PRESETS and {*more} <= {"recompute", "float32_gathers"}:
-        return UniformPlan(replace(PRESETS[name], float32_gathers="float32_gathers" in more), again)
+    if name in PRESETS and {*more} <= {"recompute", "float32_gathers", "offload"}:
+        words = {word: word in more for word in ("float32_gathers", "offload")}
+        if words["offload"] and PRESETS[name].level < 2:
+            raise PlanError(f"plan={plan!r}: what is whole is not offloaded; choose zero3+offload")
+        return UniformPlan(replace(PRESETS[name], **words), again)
     if name in _layouts().LAYOUTS and {*more} <= {"recompute"}:
         return MeshPlan(preset=name, recompute=again)
     if name == "pipeline" and {*more} <= {"recompute"}:
@@ -334,7 +337,7 @@ def read_plan_option(
         raise PlanError(
             f"plan={shown(str(plan))} is neither a file nor one of "
             f"{sorted([*PRESETS, *_layouts().LAYOUTS, 'pipeline'])} (or with '+recompute', "
-            "'+float32_gathers')"
+            "'+float32_gathers', '+offload')"
         )
     return ParallelPlan.load(plan)
 

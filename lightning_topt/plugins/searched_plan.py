@@ -238,7 +238,7 @@ def search_mesh(request: PlanRequest, step: Fit, given: MeshPlan) -> Questions[P
     )
     search = yield from with_slices(request, search)
     # The choice: of a layout by name, the plan that splits most.
-    frontier = in_view(request, search_for(request, search), search, trainer)
+    frontier = frontier_of_steps(request, search_for(request, search), search, trainer)
     if given.preset:
         chosen = _preset_of(given, frontier)
     else:
@@ -401,12 +401,8 @@ def search_all(request: PlanRequest, step: Fit) -> Questions[Planning]:
             no_stages = _add_stages(request, step, search, frontiers)
         except Exception as error:
             no_stages = one_line(error)
-    # One frontier, of steps that may have several batches.
-    facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
-    frontier = of_steps(
-        together(frontiers), accumulate=trainer.accumulate_grad_batches, facts=facts
-    )
-    frontier = in_view(request, frontier, search, trainer)
+    # One frontier.
+    frontier = frontier_of_steps(request, together(frontiers), search, trainer)
     try:
         chosen = choose_for(request, frontier, search, trainer)
     except NoPlanFitsError as error:
@@ -577,6 +573,34 @@ def together(frontiers: Sequence[PlanFrontier]) -> PlanFrontier:
         search_seconds=sum(frontier.search_seconds for frontier in frontiers),
         error_bound=max(frontier.error_bound for frontier in frontiers),
     )
+
+
+def frontier_of_steps(
+    request: PlanRequest,
+    found: PlanFrontier,
+    search: SearchRequest,
+    trainer: pl.Trainer,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> PlanFrontier:
+    """Return what was `found` as a frontier of steps, which may have several batches.
+
+    Where no plan fits, plans that offload are searched as well.
+    """
+    facts = ModelFacts.of(search.graph, search.optimizer, search.cluster)
+    known: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches, "facts": facts}
+    frontier = of_steps(found, **known)
+    can_offload = (
+        search.shards
+        and request.objective != TIME_TO_LOSS
+        and not (search.mesh is not None and search.mesh.tensor_axes)
+        and not (search.pipelines is not None and search.pipelines.is_given)
+    )
+    if can_offload and _fastest(request, search, [frontier]) is None:
+        more = replace(search, offloads=True, split=None, pipelines=None, exchanges=())
+        offloaded = search_for(request, more, progress=progress)
+        frontier = of_steps(together([found, offloaded]), **known)
+    return in_view(request, frontier, search, trainer)
 
 
 def in_view(

@@ -28,6 +28,10 @@ of the root's forward. What stays gathered after a forward misses updates, and w
 wanted. So blocks have level 3, which gathers for each call anew. Loose parameters stay whole, with
 shared states at most.
 
+[Note: offload] What a plan offloads leaves the device between uses: shards of parameters, gradients
+and states. On accelerators FSDP2's `CPUOffloadPolicy` keeps them in the memory of the host, where
+the optimizer runs. On CPUs they are in files (`optim.mapped_memory`).
+
 Frozen parameters have no gradient and no state to shard. At level 2 every rank keeps them whole, so
 that nothing of them travels; level 3 shards them with all others.
 """
@@ -45,7 +49,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -58,7 +68,8 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
-from lightning_topt.optim.shard_step import as_dtensor
+from lightning_topt.optim.mapped_memory import empty_in_file, in_file
+from lightning_topt.optim.shard_step import as_dtensor, on_mesh
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
@@ -99,7 +110,9 @@ class FsdpTechnique(Technique):
         axes, level = self.axes(mesh), config.storage.level
         if not axes or level < 2:
             return frozenset()
-        is_own = config.storage == Storage.zero(level, axes=len(mesh.axes), over=axes)
+        is_own = config.storage == Storage.zero(
+            level, axes=len(mesh.axes), over=axes, offload=config.storage.offload
+        )
         return frozenset({"storage"}) if is_own else frozenset()
 
     # ---- what is legal ---------------------------------------------------------------------------
@@ -121,7 +134,15 @@ class FsdpTechnique(Technique):
         parameters = step.parameters(block.name)
         if block.name != ROOT and parameters and not any(p.trainable for p in parameters):
             levels = (3,)  # level 2 would be as level 0: there is nothing to shard
-        return [OpConfig.zero(level, axes=len(mesh.axes), over=axes) for level in levels]
+        # What is offloaded, for want of memory, is released as early as it can be.
+        can_offload = step.on_gloo or step.cluster.device.host_bandwidth
+        can_offload = can_offload and not (mesh.tensor_axes or step.optimizer.owned)
+        offloads = step.offloads and can_offload
+        kinds = [(level, False) for level in levels] + [(k, True) for k in levels[-1:] if offloads]
+        return [
+            OpConfig.zero(level, axes=len(mesh.axes), over=axes, offload=offload)
+            for level, offload in kinds
+        ]
 
     # ---- what it costs ---------------------------------------------------------------------------
 
@@ -153,6 +174,8 @@ class FsdpTechnique(Technique):
 
     @override
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        if config.storage.offload and not step.on_gloo:
+            return 0.0  # the host does it
         if parameter.name in step.optimizer.owned:
             return 1.0
         return shard_share(parameter, step.mesh.ranks_along(self.axes(step.mesh)))
@@ -189,7 +212,8 @@ class FsdpTechnique(Technique):
     def _sharded(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> ShardedBlock:
-        return ShardedBlock(step, block, config.storage.level, self.axes(step.mesh), beside)
+        storage, axes = config.storage, self.axes(step.mesh)
+        return ShardedBlock(step, block, storage.level, axes, beside, storage.offload)
 
 
 class FullSharding(FsdpTechnique):
@@ -330,7 +354,13 @@ class _Sharding:
         model.broadcast([*model.parameters[name].values(), *block.buffers()])
         kept = {*model.parameters[name].values()} - {*named.values()}
         self._shard(
-            model, block, mesh, named, after_forward=_in_shards(model, name), ignored=kept or None
+            model,
+            block,
+            mesh,
+            named,
+            after_forward=_in_shards(model, name),
+            offload=model.configs[name].storage.offload,
+            ignored=kept or None,
         )
         self._hooks += _under_autocast(model, block)
         if (before := model.before_block) is not None:
@@ -368,6 +398,7 @@ class _Sharding:
             mesh,
             loose,
             after_forward=in_shards and _in_shards(model, ""),
+            offload=in_shards and model.configs[""].storage.offload,
             ignored=ignored,
         )
         if isinstance(model.root, ShardedModule):
@@ -381,6 +412,7 @@ class _Sharding:
         named: Mapping[str, nn.Parameter],
         *,
         after_forward: bool,
+        offload: bool,
         ignored: set[nn.Parameter] | None = None,
     ) -> None:
         # Shard the parameters `named`, which FSDP2 gathers when `block` is called
@@ -403,6 +435,7 @@ class _Sharding:
         policy = MixedPrecisionPolicy(
             dtype if narrow else None, reduced_as, cast_forward_inputs=False
         )
+        to_host = offload and model.device.type != "cpu"
         # takes over the parameters: DTensors of the shards are in their places now
         sharded = fully_shard(
             block,
@@ -410,6 +443,7 @@ class _Sharding:
             reshard_after_forward=after_forward,
             ignored_params=ignored,
             mp_policy=policy,
+            offload_policy=CPUOffloadPolicy() if to_host else OffloadPolicy(),
         )
         for parameter in named.values():
             # Optimizers and the user's code may hold the original Parameter objects (they come back
@@ -436,6 +470,8 @@ class _Sharding:
                     own = as_dtensor(rows, shard)
                     param._setattr_on_modules(nn.Parameter(own, shard.requires_grad))
                     param.reset_sharded_param()
+            if offload and not to_host:
+                _move_to_files(group)
 
     def _remember(self, modules: Iterable[nn.Module]) -> None:
         self._before.update({module: _Snapshot(module) for module in modules})
@@ -457,9 +493,10 @@ class _Sharding:
         for name, original in self._originals.items():
             # a tied parameter is gathered once
             if original not in whole:
-                parameter = now[name]
-                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                whole[original] = full.detach().cpu()
+                parameter: Tensor = now[name]
+                if isinstance(parameter, DTensor):
+                    parameter = on_mesh(parameter).full_tensor()
+                whole[original] = parameter.detach().cpu()
         # then take FSDP2 off, and fill the original Parameter objects
         for hook in self._hooks:
             hook.remove()
@@ -487,6 +524,31 @@ def _to_shard(model: ParallelModel, block: str) -> dict[str, nn.Parameter]:
         for name, parameter in model.parameters[block].items()
         if shard_axes(config, is_trained=parameter.requires_grad)
     }
+
+
+@torch.no_grad()
+def _move_to_files(group: Any) -> None:
+    # Keep the shards of an FSDP2 group in files, and gradients from the end of backward on
+    for param in group.fsdp_params:
+        data, local = in_file(param._sharded_param_data), param.sharded_param._local_tensor
+        # as `FSDPParam.reset_sharded_param` does it
+        param._sharded_param_data = data
+        rows = data.view(param.padded_sharded_param_size)
+        param.sharded_param._local_tensor = rows.narrow(0, 0, len(local))
+    plain, files = group.post_backward, dict[Any, Tensor]()
+
+    def post_backward(*args: Any) -> None:
+        plain(*args)
+        for param in group.fsdp_params:
+            if (gradient := param.sharded_param.grad) is None:
+                continue
+            local = gradient._local_tensor
+            if param not in files:
+                files[param] = empty_in_file(local.shape, local.dtype)
+            if local.data_ptr() != files[param].data_ptr():
+                gradient._local_tensor = files[param].copy_(local)
+
+    group.post_backward = post_backward
 
 
 def _in_shards(model: ParallelModel, block: str) -> bool:

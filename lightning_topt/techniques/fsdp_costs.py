@@ -17,6 +17,10 @@ bytes, S optimizer state. Under gloo its exchanges block: nothing of them runs b
 Level 2 leaves frozen parameters whole on each rank. Level 3 shards them, and gathers blocks to
 which no gradient comes in forward alone.
 
+Shards that are offloaded are in the memory of the host. On accelerators each gather copies them to
+the device, gradients are copied back, and the host updates them: as fast as it moves their bytes.
+CPU ranks copy gradients to files; what is in files is counted as no memory of a rank.
+
 Under autocast some parameters are gathered in 16 bits (`OpGraph.narrow_parameters`): until they are
 reduced, in float32, their gradients have 16 bits, too.
 
@@ -95,6 +99,7 @@ class ShardedBlock:
     level: int
     axes: tuple[int, ...]
     beside: Neighbours = ALONE
+    offload: bool = False
 
     @cached_property
     def ranks(self) -> int:
@@ -187,6 +192,15 @@ class ShardedBlock:
         """Bytes of the largest shards of its gradients."""
         return self._sizes.gradient_shards
 
+    def host_seconds(self, size: float) -> float:
+        """Return the seconds to move `size` bytes between device and host; 0 if none are there."""
+        return size / self.step.cluster.device.host_bandwidth if self.is_on_host else 0.0
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its shards are in the memory of the host of an accelerator."""
+        return self.offload and not self.step.on_gloo
+
     @cached_property
     def is_reduced_last(self) -> bool:
         """True if FSDP2 reduces it when all backwards are over.
@@ -219,6 +233,9 @@ def shard_lifetimes(block: ShardedBlock) -> Iterator[Lifetime]:
     states = sum(
         step.optimizer.state_bytes(p.name) * share for p, share in block.update_shares.items()
     )
+    if block.offload:
+        yield step.phases.always("parameters", block.kept)
+        return
     yield step.phases.always("parameters", block.kept + block.shards)
     yield step.phases.always("optimizer state", states)
     yield Lifetime("gradients", block.gradient_shards, REBUILD, FORWARD_OVER)
@@ -386,7 +403,7 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     passes = step.graph.calls_of(block.name)
     calls = passes[1]
     for when, (each, count) in enumerate(zip(gathers, passes, strict=False)):
-        gather = step.seconds_of([each] * count)
+        gather = step.seconds_of([each] * count) + count * block.host_seconds(block.shards)
         # nothing runs beside the root's, which comes first
         hidden = beside if block.name != ROOT or when else 0.0
         seconds.gather_foreground[when] += (1 - hidden) * gather + (count * out if gather else 0)
@@ -396,15 +413,21 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
     taken = reduced_bytes(
         flat=block.flat_gradients, shards=block.gradient_shards, workspace=block.workspace
     )
-    reduce += calls * step.taken_seconds(taken)
+    reduce += calls * (step.taken_seconds(taken) + block.host_seconds(block.gradient_shards))
     # into the flat buffer
     copied = calls * step.copy_seconds(sum(map(gradient_bytes, block.parameters)))
+    if block.offload and step.on_gloo:  # and from it to files
+        copied += calls * step.copy_seconds(block.gradient_shards)
     seconds.reduce_foreground += (
         (1 - beside) * reduce + copied + (calls * hooks if block.trainable else 0.0)
     )
     seconds.reduce_background += beside * reduce
     # update of shards, and of what a rank owns
     shares = block.update_shares
+    if block.is_on_host:
+        moved = (share * step.optimizer.moved_bytes(p.name) for p, share in shares.items())
+        seconds.update += block.host_seconds(sum(moved))
+        return
     for p, share in shares.items():
         is_owned = p.name in step.optimizer.owned
         seconds.update += (

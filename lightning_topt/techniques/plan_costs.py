@@ -385,10 +385,10 @@ class PlanCosts:
         return {2: trained & placed, 3: named & placed}
 
 
-def _simplicity(config: OpConfig) -> tuple[bool, bool, int]:
+def _simplicity(config: OpConfig) -> tuple[bool, bool, bool, int]:
     storage = config.storage
     hybrid = 0 < len(storage.sharded_axes("optimizer_state")) < len(storage.parameters)
-    return config.recompute, hybrid, storage.level
+    return storage.offload, config.recompute, hybrid, storage.level
 
 
 def network_delay(times: Array) -> Array:

@@ -244,7 +244,8 @@ class _Watched:
         if mesh.shard_mesh_rank < len(parts):
             own, part = shard._local_tensor, parts[mesh.shard_mesh_rank]
             if part.dtype != own.dtype:
-                part = torch.where(part == own.to(part.dtype), own, part)
+                wide = own.to(part.device)  # from the host, where it is offloaded
+                part = torch.where(part == wide.to(part.dtype), wide, part)
             yield own, part
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +95,7 @@ class LocalStep:
         # the state of DTensors while the optimizer is at work
         self._outside: dict[Tensor, State] = {}
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
-        # entered while the update makes states of parameters in files
-        self._makes_states: NewStatesInFiles | None = None
+        self._update = ExitStack()  # contexts of the update
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Take one step; `closure` runs forward, backward and clipping on DTensors."""
@@ -124,8 +123,7 @@ class LocalStep:
                     name: _local(value) for name, value in self._outside[parameter].items()
                 }
         if any(key not in state and is_in_file(key) for key in self._stand_ins.values()):
-            self._makes_states = NewStatesInFiles()
-            self._makes_states.__enter__()
+            self._update.enter_context(NewStatesInFiles())  # type: ignore[no-untyped-call]
 
     def _stand_in(self, parameter: DTensor) -> nn.Parameter:
         # The parameter over the local tensor, with the local gradient
@@ -145,9 +143,7 @@ class LocalStep:
         # Put the DTensors back, with what the update has made of their state
         if not self._groups:  # the hooks have done it already
             return
-        if self._makes_states is not None:
-            self._makes_states.__exit__(None, None, None)
-            self._makes_states = None
+        self._update.close()
         for group, parameters in self._groups:
             group["params"] = parameters
         state = self.optimizer.state

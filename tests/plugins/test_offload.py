@@ -18,6 +18,7 @@ from lightning_topt.optim.mapped_memory import NewStatesInFiles, empty_in_file, 
 from tests.plugins.test_first_values import CLUSTER, LateGPT, fit, full, said
 from tests.plugins.trainer_ranks import on_ranks
 
+DEEP, LIMITED = {"layers": 6, "width": 256}, {"cluster": CLUSTER}
 UNEVEN = {"layers": 2, "width": 6, "vocab": 33, "tied": True}
 
 
@@ -129,7 +130,7 @@ def refusals(rank: int) -> list[str]:
     return [
         said(lambda: fit("zero1+offload")),
         said(lambda: fit("zero3+offload", kind=Unknown)),
-        said(lambda: fit({"memory_limit": "1MiB", "cluster": CLUSTER})),
+        said(lambda: fit(None, False, made=DEEP, options={**LIMITED, "memory_limit": "1MiB"})),
     ]
 
 
@@ -141,10 +142,9 @@ def test_what_cannot_be_offloaded_is_said() -> None:
 
 
 def searched(rank: int, limit: int) -> str:
-    made = {"layers": 6, "width": 256}
-    options = {"memory_limit": limit, "cluster": CLUSTER}
-    whole = fit("ddp", False, made=made)[0]
-    module, trainer = fit(None, False, made=made, options=options)
+    whole = fit("ddp", False, made=DEEP)[0]
+    options = {**LIMITED, "memory_limit": limit}
+    module, trainer = fit(None, False, made=DEEP, options=options)
     assert module.losses == pytest.approx(whole.losses, rel=1e-6)
     return str(trainer.strategy.parallel_plan.reason)
 

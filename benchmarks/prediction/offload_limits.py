@@ -22,7 +22,7 @@ from lightning_topt.plugins.monitors import StepMonitor
 from tests.models import GPT
 from tests.plugins.trainer_ranks import loader
 
-LIMITS_MIB = (260, 245, 230, 215, 200, 185, 170, 155, 140, 130, 120)
+LIMITS_MIB = (210, 195, 180, 165, 150, 135, 120, 110, 100, 92)
 
 
 def run(limit: int, out: Path) -> None:

@@ -92,6 +92,7 @@ _CPU_PROCESS_BYTES = 9 << 20
 _LAYERS, _WIDTH, _ROWS, _KERNELS = 24, 8, 4, 8
 _LEAST = 1e-6  # seconds of the framework around a layer
 _BLOCK_BYTES, _BLOCKS, _FAULT_ROUNDS = 1 << 20, 16, 9  # of page faults
+_HOST_COPY_BYTES = 64 << 20
 # links
 SIZES = tuple(4 << shift for shift in (10, 13, 16, 19, 22, 24))  # 4 KiB to 64 MiB
 CUDA_SIZES = (*SIZES, 4 << 26)  # to 256 MiB: NVLink reaches its rate there
@@ -188,8 +189,10 @@ def calibrate(
     # All ranks begin together: that they take memory at the same time costs each a third more, as
     # in a step.
     average([0.0])
-    faults = average([measure_page_faults(device)])[0]
-    measured = measured_device(device, times, ranks=local, page_fault_seconds_per_byte=faults)
+    faults, to_host = average([measure_page_faults(device), measure_host_copies(device)])
+    measured = measured_device(
+        device, times, ranks=local, page_fault_seconds_per_byte=faults, host_bandwidth=to_host
+    )
     return Cluster(
         name=f"measured_{platform.node() or 'here'}",
         device=measured,
@@ -360,6 +363,7 @@ def measured_device(
     *,
     ranks: int,
     page_fault_seconds_per_byte: float,
+    host_bandwidth: float = 0.0,
 ) -> Device:
     """Return the device with the rates that `times`, of `device_timers`, say.
 
@@ -384,6 +388,7 @@ def measured_device(
         launch_seconds=times["host"].get("launch", 0.0),
         process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
         caching_allocator=device.type == "cuda",
+        host_bandwidth=host_bandwidth,
     )
 
 
@@ -519,6 +524,27 @@ def measure_page_faults(device: torch.device) -> float:
         del taken, block
         costs.append((middle - start) + (time.perf_counter() - again) - (again - middle))
     return max(statistics.median(costs), 0.0) / (_BLOCKS * _BLOCK_BYTES)
+
+
+def measure_host_copies(device: torch.device) -> float:
+    """Return the bytes/s of copies between `device` and the host; 0 where they are one.
+
+    The slower way counts, and memory of the host is pinned, as for what is offloaded.
+    """
+    if device.type != "cuda":
+        return 0.0
+    there = torch.empty(_HOST_COPY_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(_HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    ways = ((there, here), (here, there))
+    seconds = (
+        time_kernel(
+            lambda to=to, source=source: to.copy_(source, non_blocking=True),  # type: ignore[misc]
+            device=device,
+            budget_seconds=0.0,
+        )
+        for to, source in ways
+    )
+    return _HOST_COPY_BYTES / max(seconds)
 
 
 # ---- Links: collectives in the groups that meshes of these ranks have

@@ -315,12 +315,20 @@ class AutoParallelStrategy(DataParallelHooks):
             start, trainer = perf_counter(), self.lightning_module.trainer
             # what traces and searches is imported where a plan is made
             from lightning_topt.plugins.planning import decide_plan, example_batch  # noqa: PLC0415
+            from lightning_topt.techniques.first_values import (  # noqa: PLC0415
+                draw_first_values,
+                drawn_from,
+            )
 
             self.optimizers = []  # those of an earlier fit are not of the step that is traced
+            # Planning begins the loaders, which draw after a whole model has drawn its values.
+            draws_before = self.request.needs_batch
+            state = draw_first_values(self.lightning_module) if draws_before else None
             made = decide_plan(self.request, trainer)
             seconds = perf_counter() - start
             self._run.know(made.plan, made.planned_by, seconds, planning=made.planning)
-            self._run.apply(trainer, partial(example_batch, trainer))
+            with drawn_from(state):
+                self._run.apply(trainer, partial(example_batch, trainer))
             return
         self.model = wrap_in_ddp(self.model, run_options(self), device=self.root_device)
 

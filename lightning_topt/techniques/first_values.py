@@ -18,7 +18,8 @@ first dim. A tied parameter has the values of the first module that has it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.module_copy import is_on_meta
+from lightning_topt.optim.mapped_memory import in_file
 from lightning_topt.techniques.technique import ParallelModel, shard_axes
 
 Fill = Callable[[], Any]
@@ -44,11 +46,14 @@ def give_first_values(model: ParallelModel) -> None:
     """
     # Into how many parts parameters are to be sharded, and which of them is this rank's.
     rank, shards = model.mesh.data_rank(dist.get_rank()), dict[Tensor, tuple[int, int]]()
+    offloaded = set[Tensor]()
     for block, config in model.configs.items():
         for parameter in model.parameters[block].values():
             if axes := shard_axes(config, is_trained=parameter.requires_grad):
                 parts = model.mesh.ranks_along(axes)
                 shards[parameter] = parts, rank % parts
+                if config.storage.offload and model.device.type == "cpu":
+                    offloaded.add(parameter)
     # What each call gives; one that leaves out elements, or reads some, leaves NaN.
     kept, owners = dict[Tensor, Tensor](), dict[Tensor, Any]()
     for held, _, tensor in _places(model.module):
@@ -61,7 +66,8 @@ def give_first_values(model: ParallelModel) -> None:
                 kept[tensor] = value.detach()
                 if tensor in shards:
                     parts, own = shards[tensor]
-                    kept[tensor] = _chunk_with_empty(value, parts, dim=0)[own].clone()
+                    rows = _chunk_with_empty(value, parts, dim=0)[own]
+                    kept[tensor] = in_file(rows) if tensor in offloaded else rows.clone()
     for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
         if not tensor.is_meta:
             continue
@@ -76,6 +82,34 @@ def give_first_values(model: ParallelModel) -> None:
             model.rows[tensor] = value
         else:  # the object stays, with what users have noted on it
             torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
+
+
+@torch.no_grad()
+def draw_first_values(module: nn.Module) -> Tensor | None:
+    """Draw the values of `module` once for nothing, where it is on the meta device.
+
+    What draws before it gets them then draws what it would after a whole module was made. Returns
+    the state of torch's generator from which they are to be drawn again (`drawn_from`).
+    """
+    if not is_on_meta(module):
+        return None
+    state = torch.get_rng_state()
+    owners = {tensor: held for held, _, tensor in reversed([*_places(module)])}
+    for part, fill in _fills(module, set(), set()):
+        _values(part, fill, owners)
+    return state
+
+
+@contextmanager
+def drawn_from(state: Tensor | None) -> Generator[None]:
+    """Let torch's generator begin at `state` within, and go on afterwards as if nothing drew."""
+    after = torch.get_rng_state()
+    torch.set_rng_state(after if state is None else state)
+    try:
+        yield
+    finally:
+        if state is not None:
+            torch.set_rng_state(after)
 
 
 def _fills(

@@ -68,7 +68,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
-from lightning_topt.optim.mapped_memory import empty_in_file, in_file
+from lightning_topt.optim.mapped_memory import empty_in_file, in_file, is_in_file
 from lightning_topt.optim.shard_step import as_dtensor, on_mesh
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
@@ -530,7 +530,8 @@ def _to_shard(model: ParallelModel, block: str) -> dict[str, nn.Parameter]:
 def _move_to_files(group: Any) -> None:
     # Keep the shards of an FSDP2 group in files, and gradients from the end of backward on
     for param in group.fsdp_params:
-        data, local = in_file(param._sharded_param_data), param.sharded_param._local_tensor
+        data, local = param._sharded_param_data, param.sharded_param._local_tensor
+        data = data if is_in_file(data) else in_file(data)
         # as `FSDPParam.reset_sharded_param` does it
         param._sharded_param_data = data
         rows = data.view(param.padded_sharded_param_size)

@@ -315,10 +315,7 @@ class AutoParallelStrategy(DataParallelHooks):
             start, trainer = perf_counter(), self.lightning_module.trainer
             # what traces and searches is imported where a plan is made
             from lightning_topt.plugins.planning import decide_plan, example_batch  # noqa: PLC0415
-            from lightning_topt.techniques.first_values import (  # noqa: PLC0415
-                draw_first_values,
-                drawn_from,
-            )
+            from lightning_topt.techniques.first_values import draw_first_values, drawn_from  # noqa: PLC0415
 
             self.optimizers = []  # those of an earlier fit are not of the step that is traced
             # Planning begins the loaders, which draw after a whole model has drawn its values.

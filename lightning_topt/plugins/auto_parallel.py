@@ -56,6 +56,7 @@ from lightning_topt.plugins.plan_request import (
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.shared_updates import Hint, SharedUpdates
 from lightning_topt.techniques.ddp_wrapper import wrap_in_ddp
+from lightning_topt.techniques.technique import FirstValues
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_sgd import OuterSteps
@@ -126,6 +127,11 @@ class AutoParallelStrategy(DataParallelHooks):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
+        first_values: a safetensors file, or a folder of such files: weights for a model that
+            `configure_model` makes on the meta device. Names are those of the module, or of the
+            submodule that has most of them; ``{"net": folder}`` says which one. Each rank reads
+            what it keeps. What no file has is filled as without them
+            (docs/how_to/larger_than_memory.md).
         microbatch_loss: how the losses of a pipeline's microbatches make that of the batch:
             ``"mean"`` over samples, ``"sum"``, ``"tokens"`` (a mean over targets that are not
             -100), or a function of a batch that returns what its mean is over. It is tested with
@@ -165,6 +171,7 @@ class AutoParallelStrategy(DataParallelHooks):
         allow_compression: Allow = None,
         allow_staleness: AllowStaleness = False,
         checkpoint: str = "full",
+        first_values: FirstValues = None,
         microbatch_loss: MicrobatchLoss = "mean",
         uneven: str | None = "stop",
         elastic: bool = False,
@@ -186,6 +193,7 @@ class AutoParallelStrategy(DataParallelHooks):
             equal_within=equal_within,
             allow_compression=allow_compression,
             allow_staleness=allow_staleness,
+            first_values=first_values,
             ddp_kwargs=self._ddp_kwargs,
             has_hook=self._ddp_comm_hook is not None,
         )
@@ -299,11 +307,14 @@ class AutoParallelStrategy(DataParallelHooks):
         module = self.lightning_module
         assert module is not None
         # Asking is consent; and what cannot fit under DDP, in the dtypes of the fit, needs a plan.
-        if module.trainer.state.fn == TrainerFn.FITTING:
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
             ranks = self.world_size // self.num_nodes
             self._is_asked = needs_plan(self.request, module, self.root_device, ranks=ranks)
         # Ranks by fork or spawn would send shards back, which their parent cannot load.
-        check_values(module, is_planned=self._is_asked and self._start_method == "popen")
+        is_planned = self._is_asked and self._start_method == "popen"
+        is_given = is_fit and self.request.first_values is not None
+        check_values(module, is_planned=is_planned, is_given=is_given)
         # Under a plan each tensor gets there once it is in shards.
         if not self._is_asked:
             super().model_to_device()

@@ -174,6 +174,7 @@ class PlanRun:
         plan, strategy, module = self.plan, self._strategy, trainer.lightning_module
         assert plan is not None
         options, device = run_options(strategy), strategy.root_device
+        options = replace(options, first_values=self.request.first_values)
         if not (module.automatic_optimization or plan.keeps_gradients_whole):
             # whether a loss needs what is in no block, which nobody can know beforehand
             options = replace(options, ddp={"find_unused_parameters": True, **options.ddp})

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_topt import read_sharded_checkpoint
 from tests.models import GPT
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, on_ranks, topt_trainer
+from tests.techniques.test_first_values import llama
 
 CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
 UNEVEN = {"layers": 1, "width": 6, "vocab": 33, "tied": True}
@@ -124,6 +125,38 @@ def test_uneven_and_tied_parameters() -> None:
 
 def test_manual_optimization() -> None:
     on_ranks(same, ("zero3",), {"kind": ByHand})
+
+
+class Causal(LateGPT):
+    """A model of transformers, which `make` makes."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta" if self.on_meta else "cpu"):
+                self.net = self.kwargs["make"]()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.net is not None
+        return self.net(tokens, use_cache=False).logits
+
+
+def from_files(rank: int, folder: Path) -> str:
+    if rank == 0:
+        torch.manual_seed(4)
+        llama().save_pretrained(folder)
+    dist.barrier()
+    options = {"first_values": str(folder)}
+    for plan in ("zero3", "zero1"):
+        module = fit(plan, kind=Causal, made={"make": llama}, options=options)[0]
+        torch.manual_seed(4)
+        for name, value in llama().named_parameters():
+            assert torch.equal(module.first[f"net.{name}"], value)
+    return said(lambda: fit("zero3", False, kind=Causal, made={"make": llama}, options=options))
+
+
+def test_weights_of_transformers_on_a_disk(tmp_path: Path) -> None:
+    for refused in on_ranks(from_files, tmp_path):
+        assert "first_values is for a model on the meta device, and this one has" in refused
 
 
 def other_seeds(rank: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_topt import read_sharded_checkpoint
+from lightning_topt.execution.sharded_checkpoint import write_module
 from tests.models import GPT
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, on_ranks, topt_trainer
 from tests.techniques.test_first_values import llama
@@ -206,6 +207,29 @@ def save_and_resume(rank: int, folder: Path, form: str) -> None:
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=pytest.mark.thorough)])
 def test_checkpoints_are_resumed_on_the_meta_device(form: str, tmp_path: Path) -> None:
     on_ranks(save_and_resume, tmp_path, form)
+
+
+def one_file(rank: int, folder: Path) -> None:
+    made: dict[str, Any] = {"kind": Causal, "made": {"make": llama}}
+    module, trainer = fit("zero3", options={"checkpoint": "sharded"}, **made)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    after = full(module)
+    if rank == 0:
+        write_module(
+            folder / "end.ckpt", folder / "model.safetensors", module="net", most_bytes=5000
+        )
+        module.net.config.save_pretrained(folder)
+        assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
+        kind: Any = type(module.net)
+        for name, value in kind.from_pretrained(folder).named_parameters():
+            assert torch.equal(after[f"net.{name}"], value)
+    dist.barrier()
+    again = fit("zero2", seed=9, options={"first_values": folder}, **made)[0]
+    assert all(torch.equal(again.first[name], value) for name, value in after.items())
+
+
+def test_one_file_is_that_of_transformers(tmp_path: Path) -> None:
+    on_ranks(one_file, tmp_path)
 
 
 class Reading(LateGPT):

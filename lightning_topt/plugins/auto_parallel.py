@@ -200,7 +200,7 @@ class AutoParallelStrategy(DataParallelHooks):
         self._run = PlanRun(self.request, self, self._guard)
         self._checkpoints = PlanCheckpoints(checkpoint, self._run, self._guard)
         self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
-        self._is_asked = False
+        self._is_asked = self._evaluates = False
         self._elastic: ElasticRun | None = None
         if elastic:
             plugins.check_elastic(
@@ -286,7 +286,7 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._is_asked = False  # evaluations are those of ddp
+        self._is_asked = self._evaluates = False  # evaluations are those of ddp, but in shards
         if trainer.state.fn == TrainerFn.FITTING:
             # A new fit: nothing of the last one is left.
             self._failed, self._updates = False, None
@@ -294,12 +294,16 @@ class AutoParallelStrategy(DataParallelHooks):
             self._run.begin_fit()
         self._guard.open(None)
         super().setup(trainer)
+        if self._evaluates:
+            from lightning_topt.plugins.planning import plan_of_evaluation  # noqa: PLC0415  (heavy)
+
+            self._run.evaluate(trainer, partial(plan_of_evaluation, self.request, trainer))
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         # what is on the meta device takes no values; asked before setup, and after it
-        module, engine = self.lightning_module, self._run.engine
+        module, engine = self.lightning_module, self._run.engine_of_module
         return module is not None and (engine.began_on_meta if engine else is_on_meta(module))
 
     @override
@@ -311,6 +315,11 @@ class AutoParallelStrategy(DataParallelHooks):
         if is_fit:
             ranks = self.world_size // self.num_nodes
             self._is_asked = needs_plan(self.request, module, self.root_device, ranks=ranks)
+        elif not self._failed and self._start_method == "popen":
+            self._evaluates = self._run.evaluates_shards(module)
+        if self._evaluates:
+            self.model = nn.Module()  # of which Lightning has nothing to send: `setup` goes on
+            return
         # Ranks by fork or spawn would send shards back, which their parent cannot load.
         is_planned = self._is_asked and self._start_method == "popen"
         is_given = is_fit and self.request.first_values is not None

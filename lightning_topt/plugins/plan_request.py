@@ -341,8 +341,8 @@ def check_values(module: nn.Module, *, is_planned: bool, is_given: bool = False)
     if not is_planned and is_on_meta(module):
         raise PlanError(
             "the model is on the meta device: a plan of data axes gives it values in a fit "
-            "(plan='zero3', memory_limit=...) whose ranks are no forks (start_method='popen'); "
-            "evaluations and other fits need a model with values"
+            "or an evaluation that asks for one (plan='zero3', memory_limit=...) and whose ranks "
+            "are no forks (start_method='popen'); others need a model with values"
         )
 
 

@@ -244,6 +244,35 @@ class Early(LateGPT):
         self.configure_model()
 
 
+def evaluations(rank: int, path: Path, form: str) -> None:
+    options: dict[str, Any] = {"options": {"checkpoint": form}}
+    module, trainer = fit("zero3", **options, val_check_interval=2, check_val_every_n_epoch=None)
+    within = trainer.callback_metrics["val_loss"].item()
+    trainer.save_checkpoint(path)
+    whole = LateGPT(False, **WIDE)
+    data, expected = loader(8, length=8), topt_trainer("ddp", **options)
+    expected.test(whole, data, ckpt_path=path, verbose=False)
+    value = expected.callback_metrics["val_loss"].item()
+    assert within == pytest.approx(value, rel=1e-6)
+    new, least = LateGPT(True, **WIDE), topt_trainer(options={"memory_limit": "1GiB"})
+    for own, tester, given in (
+        *((module, trainer, None), (module, trainer, path), (LateGPT(True, **WIDE), trainer, path)),
+        *((new, least, path), (new, least, None)),  # which stays in shards
+    ):
+        tester.validate(own, data, ckpt_path=given, verbose=False)
+        assert tester.callback_metrics["val_loss"].item() == pytest.approx(value, rel=1e-6)
+        assert {type(p.data) for p in own.parameters()} == {DTensor}
+    blocks = least.strategy.parallel_plan.blocks
+    assert {block.block for block in blocks} == {"", "net.blocks.0", "net.blocks.1"}
+    found = torch.cat(least.predict(new, data, ckpt_path=path))
+    assert torch.equal(found, torch.cat(expected.predict(whole, data, ckpt_path=path)))
+
+
+@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=pytest.mark.thorough)])
+def test_evaluations_outside_of_a_fit_run_in_shards(form: str, tmp_path: Path) -> None:
+    on_ranks(evaluations, tmp_path / "end.ckpt", form)
+
+
 def said(call: Any) -> str:
     with pytest.raises(Exception) as caught:  # rank 0's own error, or its message elsewhere
         call()
@@ -258,8 +287,7 @@ def refusals(rank: int) -> list[str]:
         said(lambda: fit({"mesh": {"pipeline": 2}})),
         said(lambda: fit("zero3", kind=Early, callbacks=[StochasticWeightAveraging(0.1)])),
         said(lambda: fit(None, kind=Reading, options={"memory_limit": "1GiB", "cluster": CLUSTER})),
-        said(lambda: trainer.test(module, loader(8, length=8), verbose=False)),
-        said(lambda: topt_trainer("zero3").test(LateGPT(True, **WIDE), loader(8), verbose=False)),
+        said(lambda: topt_trainer().test(LateGPT(True, **WIDE), loader(8), verbose=False)),
         said(lambda: trainer.fit(module, OwnShare(8))),
     ]
 
@@ -270,7 +298,6 @@ WORDS = (
     "on the meta device, which data axes alone give values",
     "copies parameters on the meta device before they have values",
     "reads the values of a tensor|_local_scalar_dense.* cannot be captured",
-    "in shards already, of a fit before",
     "on the meta device: a plan of data axes gives it values",
     "in shards already, of a fit before",
 )

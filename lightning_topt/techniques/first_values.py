@@ -189,6 +189,8 @@ def _fills(
     for child in module.children():
         yield from _fills(child, made, applied)
     own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own is None and type(module).__module__ == "transformers.pytorch_utils":
+        own = partial(_fill_conv1d, module)
     if own is not None:
         yield module, own
     convention = getattr(module, "_init_weights", None)
@@ -199,6 +201,12 @@ def _fills(
             if id(part) not in applied and is_on_meta(part):
                 applied.add(id(part))
                 yield part, partial(convention, part)
+
+
+def _fill_conv1d(module: Any) -> None:
+    # Draw what the constructor of GPT-2's layers draws, which has no method for it
+    nn.init.normal_(module.weight, std=0.02)
+    nn.init.zeros_(module.bias)
 
 
 def _values(module: nn.Module, fill: Fill, owners: Mapping[Tensor, Any]) -> dict[Tensor, Tensor]:

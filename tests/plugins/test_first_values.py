@@ -19,7 +19,7 @@ from lightning_topt import read_sharded_checkpoint
 from lightning_topt.execution.sharded_checkpoint import write_module
 from tests.models import GPT
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, on_ranks, topt_trainer
-from tests.techniques.test_first_values import llama
+from tests.techniques.test_first_values import gpt2, llama
 
 CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
 UNEVEN = {"layers": 1, "width": 6, "vocab": 33, "tied": True}
@@ -139,6 +139,10 @@ class Causal(LateGPT):
     def forward(self, tokens: Tensor) -> Tensor:
         assert self.net is not None
         return self.net(tokens, use_cache=False).logits
+
+
+def test_models_of_transformers() -> None:
+    on_ranks(same, ("zero3",), {"kind": Causal, "made": {"make": gpt2}})
 
 
 def from_files(rank: int, folder: Path) -> str:

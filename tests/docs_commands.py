@@ -109,6 +109,7 @@ FORMS = [
     Form(r"^topt verify .*nodes=64", "read", (), "README's runs"),
     Form(r"^topt verify ", "run", TINY_MODEL, RUN),
     Form(r"^topt predict ", "run", TINY_MODEL, RUN),
+    Form(r"^topt checkpoint ", "skip", (), "reads a checkpoint (tests/cli/test_checkpoint)"),
     Form(r"^topt train .*data=cached", "run", (*TINY_MODEL[:3], *TINY_FIT), RUN),
     Form(r"^topt train ", "run", (*TINY_MODEL, *TINY_FIT), RUN),
 ]

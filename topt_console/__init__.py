@@ -16,7 +16,7 @@ from typing import NoReturn
 from topt_console.status_line import STATUS
 
 __version__ = "0.1.0"
-COMMANDS = ("plan", "train", "calibrate", "predict", "verify")
+COMMANDS = ("plan", "train", "calibrate", "predict", "verify", "checkpoint")
 WRONG_USE = 2
 COMPLETION = ("-sc", "--shell-completion")
 
@@ -29,6 +29,7 @@ measured
   topt calibrate [overrides]   measure this machine, for later plans
   topt predict   [overrides]   what given plans or recorded runs would take on a cluster; no search
   topt verify    [overrides]   would a plan run, and what would each rank hold; any number of ranks
+  topt checkpoint FOLDER FILE  weights of a sharded checkpoint as safetensors, tensor by tensor
   topt --version
 
 Overrides are Hydra's; what has [ or { is in quotes. For instance
@@ -108,7 +109,7 @@ def complete(request: str) -> None:
             print(" ".join(name for name in COMMANDS if name.startswith(start)))
             return
         command, *rest = words
-        if command not in COMMANDS:
+        if command not in COMMANDS or command == "checkpoint":  # which has no configuration
             return
         os.environ["COMP_LINE"] = " ".join([application, *rest])
     _run_hydra(command, ["-sc", request])

@@ -42,6 +42,8 @@ class AutoParallelConfig:
     # miss updates
     allow_staleness: Any = False
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
+    # a safetensors file or a folder of them, for a model on the meta device; {net: folder}
+    first_values: Any = None
     microbatch_loss: Any = "mean"  # of a pipeline: mean, sum or tokens
     # stop: ranks end an epoch with the first whose data are over; null: as in Lightning
     uneven: str | None = "stop"

@@ -1,4 +1,4 @@
-"""The commands of `topt`, run under Hydra; `topt_console` answers what needs no Lightning.
+"""The commands of `topt`, most under Hydra; `topt_console` answers what needs no Lightning.
 
 `run` imports the module of a command (``lightning_topt.cli.<command>``) when it is asked for. Hydra
 composes the command's configuration, with which the module's `run` is called. Wrong use ends with
@@ -34,6 +34,7 @@ _CLUSTERS = re.compile(r"^cluster=(\[.*\])$", re.DOTALL)
 # whole numbers of the trainer and the least that they may be: Lightning takes any
 _LEAST = {"max_epochs": -1, "max_steps": -1, "accumulate_grad_batches": 1, "log_every_n_steps": 0}
 _OF_ONE_RANK = ("predict",)  # ranks do nothing together in these
+_WITH_OPTIONS = ("checkpoint",)  # which have no configuration
 
 
 def main() -> None:
@@ -48,7 +49,11 @@ def run(command: str) -> None:
     # classes of the user's own (`model._target_=mine.Net`), as `python -m` finds them
     sys.path.append(os.getcwd())
     try:
-        hydra_main(command, importlib.import_module(f"lightning_topt.cli.{command}").run)
+        task = importlib.import_module(f"lightning_topt.cli.{command}").run
+        if command in _WITH_OPTIONS:
+            task(sys.argv[2:])
+        else:
+            hydra_main(command, task)
     except Exception as error:
         STATUS.clear()
         sentence = None if wants_traceback else _sentence(error)

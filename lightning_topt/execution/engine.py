@@ -118,6 +118,11 @@ class Engine:
         return self.began_on_meta and self.has_shards
 
     @property
+    def model(self) -> nn.Module:
+        """What forward must be called through, once the plan is applied."""
+        return self._model
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every rank has all parameters and all of the optimizers' states."""
         trains_alone = self.plan.local_steps is not None

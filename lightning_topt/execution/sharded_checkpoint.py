@@ -3,6 +3,7 @@
     save_sharded(path, module=..., optimizers=[...], rest=...)     # all ranks
     checkpoint = open_sharded(path)                                 # lazy: read when asked for
     checkpoint = read_sharded_checkpoint(path)                      # as one process has it
+    write_module(path, "model.safetensors")                         # tensor by tensor
 
 The files are those of `checkpoint_files`, on a disk or in an object store:
 
@@ -17,8 +18,10 @@ World size and plan may change between writing and reading: what is read are the
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +50,7 @@ from lightning_topt.execution.states import (
     StoredOptimizer,
     stored_tensors,
 )
+from lightning_topt.techniques.weight_files import FILE, write_weights
 
 State = dict[str, Any]
 _OTHERS = "sharded_checkpoint"  # key in REST of what is no tensor in the states
@@ -276,10 +280,7 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
     Raises:
         ValueError: there is no such checkpoint at `path`, or a file of it is damaged.
     """
-    if not is_folder(path):
-        raise ValueError(
-            f"{str(path)!r} is not a checkpoint folder: it lacks {MANIFEST} or {FILES_IN}*"
-        )
+    _check_folder(path)
     checkpoint = open_sharded(path, lambda file: _load_plain(file, weights_only))
     checkpoint["state_dict"] = checkpoint["state_dict"].read()
     if "optimizer_states" in checkpoint:
@@ -287,3 +288,47 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
     if exchange := checkpoint.get(EXCHANGE_AT[0], {}).get(EXCHANGE_AT[1]):
         exchange["ranks"] = list(exchange["ranks"])
     return checkpoint
+
+
+def write_module(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    module: str = "",
+    most_bytes: float = math.inf,
+) -> list[Path]:
+    """Write the weights in a checkpoint folder as safetensors, and return the files.
+
+    In memory are one tensor, and the largest piece that a rank has written of it.
+
+    Args:
+        path: a folder of ``checkpoint="sharded"``, on a disk or in an object store.
+        target: a file on a disk, ``model.safetensors``.
+        module: a submodule, whose tensors alone are written, by their names in it; empty: all.
+        most_bytes: of the tensors in one file. Where they are more there are several, and an index.
+
+    Raises:
+        ValueError: there is no such checkpoint or submodule, or `target` is no name for a file.
+    """
+    _check_folder(path)
+    if not os.fspath(target).endswith(FILE):
+        raise ValueError(
+            f"{str(target)!r} does not end with {FILE}: give the file a name that does"
+        )
+    state, prefix = StoredModule(ShardFolder.at(place_of(path)), {}), f"{module}." if module else ""
+    tensors = {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}
+    if not tensors:
+        raise ValueError(
+            f"{str(path)!r} has no tensors of {module!r}, but such as "
+            f"{next(iter(state.tensors), None)!r}: name the submodule that is before their names"
+        )
+    return write_weights(
+        Path(target), tensors, lambda name: state[prefix + name], most_bytes=most_bytes
+    )
+
+
+def _check_folder(path: str | os.PathLike[str]) -> None:
+    if not is_folder(path):
+        raise ValueError(
+            f"{str(path)!r} is not a checkpoint folder: it lacks {MANIFEST} or {FILES_IN}*"
+        )

@@ -228,6 +228,11 @@ class StoredModule(Mapping[str, Any]):
             if key.startswith("module.")
         }
 
+    @property
+    def tensors(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """The dtype and shape of each tensor, by name."""
+        return {name: (of.properties.dtype, of.size) for name, of in self._known.items()}
+
     def read(
         self,
         like: Mapping[str, Any] | None = None,

@@ -216,6 +216,27 @@ def child_blocks(module: nn.Module) -> list[str]:
     return found
 
 
+def layers_of(module: nn.Module) -> list[str]:
+    """Return the names of what containers in `module` hold, as far as it has parameters.
+
+    These are the layers that most models call one after the other.
+    """
+    found: list[str] = []
+    for name, child in module.named_children():
+        is_held = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        inside = (
+            [
+                name
+                for name, part in child.named_children()
+                if next(part.parameters(), None) is not None
+            ]
+            if is_held
+            else layers_of(child)
+        )
+        found += [f"{name}.{inner}" for inner in inside]
+    return found
+
+
 def may_repeat(call: ModuleCall) -> bool:
     """Return whether recomputing `call` makes sense and changes no tensor that is older."""
     return call.needs_grad and not call.writes_outside

@@ -56,6 +56,7 @@ from lightning_topt.plugins.plan_request import (
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.shared_updates import Hint, SharedUpdates
 from lightning_topt.techniques.ddp_wrapper import wrap_in_ddp
+from lightning_topt.techniques.technique import FirstValues
 
 if TYPE_CHECKING:
     from lightning_topt.communication.local_sgd import OuterSteps
@@ -126,6 +127,11 @@ class AutoParallelStrategy(DataParallelHooks):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
+        first_values: a safetensors file, or a folder of such files: weights for a model that
+            `configure_model` makes on the meta device. Names are those of the module, or of the
+            submodule that has most of them; ``{"net": folder}`` says which one. Each rank reads
+            what it keeps. What no file has is filled as without them
+            (docs/how_to/larger_than_memory.md).
         microbatch_loss: how the losses of a pipeline's microbatches make that of the batch:
             ``"mean"`` over samples, ``"sum"``, ``"tokens"`` (a mean over targets that are not
             -100), or a function of a batch that returns what its mean is over. It is tested with
@@ -165,6 +171,7 @@ class AutoParallelStrategy(DataParallelHooks):
         allow_compression: Allow = None,
         allow_staleness: AllowStaleness = False,
         checkpoint: str = "full",
+        first_values: FirstValues = None,
         microbatch_loss: MicrobatchLoss = "mean",
         uneven: str | None = "stop",
         elastic: bool = False,
@@ -186,13 +193,14 @@ class AutoParallelStrategy(DataParallelHooks):
             equal_within=equal_within,
             allow_compression=allow_compression,
             allow_staleness=allow_staleness,
+            first_values=first_values,
             ddp_kwargs=self._ddp_kwargs,
             has_hook=self._ddp_comm_hook is not None,
         )
         self._run = PlanRun(self.request, self, self._guard)
         self._checkpoints = PlanCheckpoints(checkpoint, self._run, self._guard)
         self._updates: SharedUpdates | None = None  # of a fit that asks for no plan
-        self._is_asked = False
+        self._is_asked = self._evaluates = False
         self._elastic: ElasticRun | None = None
         if elastic:
             plugins.check_elastic(
@@ -278,7 +286,7 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._is_asked = False  # evaluations are those of ddp
+        self._is_asked = self._evaluates = False  # evaluations are those of ddp, but in shards
         if trainer.state.fn == TrainerFn.FITTING:
             # A new fit: nothing of the last one is left.
             self._failed, self._updates = False, None
@@ -286,12 +294,16 @@ class AutoParallelStrategy(DataParallelHooks):
             self._run.begin_fit()
         self._guard.open(None)
         super().setup(trainer)
+        if self._evaluates:
+            from lightning_topt.plugins.planning import plan_of_evaluation  # noqa: PLC0415  (heavy)
+
+            self._run.evaluate(trainer, partial(plan_of_evaluation, self.request, trainer))
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         # what is on the meta device takes no values; asked before setup, and after it
-        module, engine = self.lightning_module, self._run.engine
+        module, engine = self.lightning_module, self._run.engine_of_module
         return module is not None and (engine.began_on_meta if engine else is_on_meta(module))
 
     @override
@@ -299,11 +311,19 @@ class AutoParallelStrategy(DataParallelHooks):
         module = self.lightning_module
         assert module is not None
         # Asking is consent; and what cannot fit under DDP, in the dtypes of the fit, needs a plan.
-        if module.trainer.state.fn == TrainerFn.FITTING:
+        is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
             ranks = self.world_size // self.num_nodes
             self._is_asked = needs_plan(self.request, module, self.root_device, ranks=ranks)
+        elif not self._failed and self._start_method == "popen":
+            self._evaluates = self._run.evaluates_shards(module)
+        if self._evaluates:
+            self.model = nn.Module()  # of which Lightning has nothing to send: `setup` goes on
+            return
         # Ranks by fork or spawn would send shards back, which their parent cannot load.
-        check_values(module, is_planned=self._is_asked and self._start_method == "popen")
+        is_planned = self._is_asked and self._start_method == "popen"
+        is_given = is_fit and self.request.first_values is not None
+        check_values(module, is_planned=is_planned, is_given=is_given)
         # Under a plan each tensor gets there once it is in shards.
         if not self._is_asked:
             super().model_to_device()
@@ -319,9 +339,10 @@ class AutoParallelStrategy(DataParallelHooks):
 
             self.optimizers = []  # those of an earlier fit are not of the step that is traced
             # Planning begins the loaders, which draw after a whole model has drawn its values.
-            draws_before = self.request.needs_batch
+            request = self.request
+            draws_before = request.needs_batch and request.first_values is None
             state = draw_first_values(self.lightning_module) if draws_before else None
-            made = decide_plan(self.request, trainer)
+            made = decide_plan(request, trainer)
             seconds = perf_counter() - start
             self._run.know(made.plan, made.planned_by, seconds, planning=made.planning)
             with drawn_from(state):

@@ -70,6 +70,7 @@ from lightning_topt.plugins.plan_options import (
     read_plan_option,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.technique import FirstValues
 from lightning_topt.weight_prediction import Prediction, TwoVersions, default_prediction
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class PlanRequest:
     own_hook: bool = False
     stale: AllowedStaleness = field(default_factory=lambda: AllowedStaleness())
     gradients_are_views: bool | None = None
+    first_values: FirstValues = None
 
     def __post_init__(self) -> None:
         exchange = None
@@ -251,6 +253,7 @@ def read_request(
     equal_within: float | None,
     allow_compression: Allow,
     allow_staleness: AllowStaleness,
+    first_values: FirstValues,
     ddp_kwargs: Mapping[str, Any],
     has_hook: bool,
 ) -> PlanRequest:
@@ -286,6 +289,7 @@ def read_request(
         stale=AllowedStaleness.read(allow_staleness),
         own_hook=has_hook or ddp_kwargs.get("mixed_precision") is not None,
         gradients_are_views=ddp_kwargs.get("gradient_as_bucket_view"),
+        first_values=first_values,
     )
 
 
@@ -319,21 +323,26 @@ def needs_plan(
     return True
 
 
-def check_values(module: nn.Module, *, is_planned: bool) -> None:
+def check_values(module: nn.Module, *, is_planned: bool, is_given: bool = False) -> None:
     """Raise PlanError where `module` has no values, or is in shards, when a fit begins or another.
 
-    `is_planned`: a plan gives it values.
+    `is_planned`: a plan gives it values. `is_given`: those of files, which are for no other module.
     """
     if any(hasattr(part, "_is_fsdp_managed_module") for part in module.modules()):
         raise PlanError(
             "the model is in shards already, of a fit before (or by fully_shard): make it anew, "
             "and give the checkpoint of that fit as ckpt_path"
         )
+    if is_given and not is_on_meta(module):
+        raise PlanError(
+            "first_values is for a model on the meta device, and this one has values: make it "
+            "there in configure_model, or leave out first_values"
+        )
     if not is_planned and is_on_meta(module):
         raise PlanError(
             "the model is on the meta device: a plan of data axes gives it values in a fit "
-            "(plan='zero3', memory_limit=...) whose ranks are no forks (start_method='popen'); "
-            "evaluations and other fits need a model with values"
+            "or an evaluation that asks for one (plan='zero3', memory_limit=...) and whose ranks "
+            "are no forks (start_method='popen'); others need a model with values"
         )
 
 

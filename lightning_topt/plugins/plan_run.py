@@ -47,6 +47,7 @@ from lightning_topt import plugins
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.memory import MemoryMeter, warm_up
 from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.optim.clipping import agree_on_overflow
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
@@ -135,6 +136,26 @@ class PlanRun:
             return last
         return self.engine
 
+    def evaluates_shards(self, module: pl.LightningModule) -> bool:
+        """Return whether evaluations outside of a fit run in shards: `module` began on meta.
+
+        It has stayed in those of a fit, or has no values yet, where a plan was asked for.
+        """
+        begins = is_on_meta(module) and not self.request.asks_nothing
+        return begins or self.engine_of_module is not None
+
+    def evaluate(self, trainer: pl.Trainer, make_plan: Callable[[], ParallelPlan]) -> None:
+        """Let an evaluation outside of a fit run in shards. A collective call.
+
+        `make_plan` is called for a module that is in no shards yet.
+        """
+        if (engine := self.engine_of_module) is not None:
+            self.runner, self._strategy.model = PlainRunner(engine), engine.model
+            return
+        self.begin_fit()
+        self.know(make_plan(), "given", 0.0)
+        self.apply(trainer, lambda: None)
+
     def end(self, *, failed: bool) -> None:
         """Give the strategy its module back, unsharded, if a plan runs."""
         engine, strategy = self.engine, self._strategy
@@ -148,10 +169,12 @@ class PlanRun:
         if engine is None or (failed and has_shards):
             return
         if engine.keeps_shards:
-            rank_zero_info(
-                "topt: the model began on the meta device, so its parameters stay in shards: "
-                'checkpoint="sharded" saves them, read_sharded_checkpoint reads them whole'
-            )
+            assert strategy.lightning_module is not None
+            if strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+                rank_zero_info(
+                    "topt: the model began on the meta device, so its parameters stay in shards: "
+                    'checkpoint="sharded" saves them, read_sharded_checkpoint reads them whole'
+                )
             return
         averages, self._averages = self._averages, None
         if averages is not None:
@@ -174,6 +197,7 @@ class PlanRun:
         plan, strategy, module = self.plan, self._strategy, trainer.lightning_module
         assert plan is not None
         options, device = run_options(strategy), strategy.root_device
+        options = replace(options, first_values=self.request.first_values)
         if not (module.automatic_optimization or plan.keeps_gradients_whole):
             # whether a loss needs what is in no block, which nobody can know beforehand
             options = replace(options, ddp={"find_unused_parameters": True, **options.ddp})
@@ -260,7 +284,8 @@ def log_full_values(trainer: pl.Trainer, undo: ExitStack) -> None:
         own(fx, name, whole_of(value) if isinstance(value, DTensor) else value, *args, **kw)
 
     loop = trainer.fit_loop.epoch_loop
-    for results in (loop._results, loop.val_loop._results):
+    for each in (loop, loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        results: Any = each._results
         undo.enter_context(lent(results, "log", log))
 
 

@@ -43,7 +43,7 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.measuring import on_every_rank, on_rank_0
 from lightning_topt.costs.optimizer import UpdateTime, time_updates
 from lightning_topt.execution.memory import release_free_memory, return_freed_memory
-from lightning_topt.graph.blocks import block_of, child_blocks
+from lightning_topt.graph.blocks import block_of, child_blocks, layers_of
 from lightning_topt.graph.capture import capture, observe_step
 from lightning_topt.graph.errors import (
     WAY_OUT,
@@ -296,6 +296,20 @@ def _unseen(given: UniformPlan, mesh: Mesh, module: pl.LightningModule) -> Paral
     is_manual = optimizes_manually(module)
     blocks = child_blocks(module) if is_manual else ()
     return preset_plan(given.preset, mesh=mesh, blocks=blocks, is_manual=is_manual)
+
+
+def plan_of_evaluation(request: PlanRequest, trainer: pl.Trainer) -> ParallelPlan:
+    """Return the plan of an evaluation outside of a fit, whose step nobody has traced.
+
+    That is ZeRO-3 of the layers that the module shows, gathered in float32. Raises PlanError where
+    it cannot be sharded.
+    """
+    module = trainer.lightning_module
+    layers = layers_of(module) or child_blocks(module)
+    plan = uniform_plan(3, data_parallel_size=dist.get_world_size(), blocks=layers)
+    plan = replace(plan, float32_gathers=True)
+    _check_features(plan, request, Fit(trainer, only_replicated=request.only_replicated))
+    return plan
 
 
 def _of_stages(

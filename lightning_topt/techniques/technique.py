@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from lightning_topt.communication.local_sgd import OuterSteps
 
 
+FirstValues = None | str | Path | Mapping[str, str | Path]
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """What a run brings besides its plan.
@@ -57,6 +61,8 @@ class RunOptions:
         watch: over the ranks of the run
         gather_dtype: of autocast, under which steps run: matrices in shards are gathered in it, as
             the plan says; None: in their own
+        first_values: files of weights for a module on the meta device, or these by submodule; None:
+            its methods give it values
     """
 
     ddp: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +72,7 @@ class RunOptions:
     nonfinite: str = "error"
     watch: RankWatch | None = None
     gather_dtype: torch.dtype | None = None
+    first_values: FirstValues = None
 
 
 @dataclass

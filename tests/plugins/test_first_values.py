@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_topt import read_sharded_checkpoint
+from lightning_topt.execution.sharded_checkpoint import write_module
 from tests.models import GPT
 from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, on_ranks, topt_trainer
+from tests.techniques.test_first_values import gpt2, llama
 
 CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"
 UNEVEN = {"layers": 1, "width": 6, "vocab": 33, "tied": True}
@@ -126,6 +128,42 @@ def test_manual_optimization() -> None:
     on_ranks(same, ("zero3",), {"kind": ByHand})
 
 
+class Causal(LateGPT):
+    """A model of transformers, which `make` makes."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta" if self.on_meta else "cpu"):
+                self.net = self.kwargs["make"]()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.net is not None
+        return self.net(tokens, use_cache=False).logits
+
+
+def test_models_of_transformers() -> None:
+    on_ranks(same, ("zero3",), {"kind": Causal, "made": {"make": gpt2}})
+
+
+def from_files(rank: int, folder: Path) -> str:
+    if rank == 0:
+        torch.manual_seed(4)
+        llama().save_pretrained(folder)
+    dist.barrier()
+    options = {"first_values": str(folder)}
+    for plan in ("zero3", "zero1"):
+        module = fit(plan, kind=Causal, made={"make": llama}, options=options)[0]
+        torch.manual_seed(4)
+        for name, value in llama().named_parameters():
+            assert torch.equal(module.first[f"net.{name}"], value)
+    return said(lambda: fit("zero3", False, kind=Causal, made={"make": llama}, options=options))
+
+
+def test_weights_of_transformers_on_a_disk(tmp_path: Path) -> None:
+    for refused in on_ranks(from_files, tmp_path):
+        assert "first_values is for a model on the meta device, and this one has" in refused
+
+
 def other_seeds(rank: int) -> None:
     whole = fit("ddp", False, seed=3)[0]
     module = fit("zero3", seed=3 + rank)[0]
@@ -135,6 +173,26 @@ def other_seeds(rank: int) -> None:
 
 def test_values_are_rank_0s() -> None:
     on_ranks(other_seeds)
+
+
+def with_loaders(rank: int) -> None:
+    """Loaders draw when a fit begins: after the values, as where a whole model was made."""
+
+    def fit_of(plan: str, on_meta: bool) -> tuple[LateGPT, Tensor]:
+        torch.manual_seed(3)
+        module = LateGPT(on_meta, **WIDE)
+        topt_trainer(plan, max_steps=4).fit(module, loader(4, length=48), loader(8, length=8))
+        return module, torch.rand(4)
+
+    whole, after = fit_of("ddp", False)
+    module, drawn = fit_of("zero3", True)
+    assert all(torch.equal(module.first[name], value) for name, value in whole.first.items())
+    assert module.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert torch.equal(drawn, after)
+
+
+def test_values_where_loaders_draw() -> None:
+    on_ranks(with_loaders)
 
 
 # ---- checkpoints and the end ---------------------------------------------------------------------
@@ -175,6 +233,29 @@ def test_checkpoints_are_resumed_on_the_meta_device(form: str, tmp_path: Path) -
     on_ranks(save_and_resume, tmp_path, form)
 
 
+def one_file(rank: int, folder: Path) -> None:
+    made: dict[str, Any] = {"kind": Causal, "made": {"make": llama}}
+    module, trainer = fit("zero3", options={"checkpoint": "sharded"}, **made)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    after = full(module)
+    if rank == 0:
+        write_module(
+            folder / "end.ckpt", folder / "model.safetensors", module="net", most_bytes=5000
+        )
+        module.net.config.save_pretrained(folder)
+        assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
+        kind: Any = type(module.net)
+        for name, value in kind.from_pretrained(folder).named_parameters():
+            assert torch.equal(after[f"net.{name}"], value)
+    dist.barrier()
+    again = fit("zero2", seed=9, options={"first_values": folder}, **made)[0]
+    assert all(torch.equal(again.first[name], value) for name, value in after.items())
+
+
+def test_one_file_is_that_of_transformers(tmp_path: Path) -> None:
+    on_ranks(one_file, tmp_path)
+
+
 class Reading(LateGPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -185,6 +266,35 @@ class Early(LateGPT):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.configure_model()
+
+
+def evaluations(rank: int, path: Path, form: str) -> None:
+    options: dict[str, Any] = {"options": {"checkpoint": form}}
+    module, trainer = fit("zero3", **options, val_check_interval=2, check_val_every_n_epoch=None)
+    within = trainer.callback_metrics["val_loss"].item()
+    trainer.save_checkpoint(path)
+    whole = LateGPT(False, **WIDE)
+    data, expected = loader(8, length=8), topt_trainer("ddp", **options)
+    expected.test(whole, data, ckpt_path=path, verbose=False)
+    value = expected.callback_metrics["val_loss"].item()
+    assert within == pytest.approx(value, rel=1e-6)
+    new, least = LateGPT(True, **WIDE), topt_trainer(options={"memory_limit": "1GiB"})
+    for own, tester, given in (
+        *((module, trainer, None), (module, trainer, path), (LateGPT(True, **WIDE), trainer, path)),
+        *((new, least, path), (new, least, None)),  # which stays in shards
+    ):
+        tester.validate(own, data, ckpt_path=given, verbose=False)
+        assert tester.callback_metrics["val_loss"].item() == pytest.approx(value, rel=1e-6)
+        assert {type(p.data) for p in own.parameters()} == {DTensor}
+    blocks = least.strategy.parallel_plan.blocks
+    assert {block.block for block in blocks} == {"", "net.blocks.0", "net.blocks.1"}
+    found = torch.cat(least.predict(new, data, ckpt_path=path))
+    assert torch.equal(found, torch.cat(expected.predict(whole, data, ckpt_path=path)))
+
+
+@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=pytest.mark.thorough)])
+def test_evaluations_outside_of_a_fit_run_in_shards(form: str, tmp_path: Path) -> None:
+    on_ranks(evaluations, tmp_path / "end.ckpt", form)
 
 
 def said(call: Any) -> str:
@@ -201,8 +311,7 @@ def refusals(rank: int) -> list[str]:
         said(lambda: fit({"mesh": {"pipeline": 2}})),
         said(lambda: fit("zero3", kind=Early, callbacks=[StochasticWeightAveraging(0.1)])),
         said(lambda: fit(None, kind=Reading, options={"memory_limit": "1GiB", "cluster": CLUSTER})),
-        said(lambda: trainer.test(module, loader(8, length=8), verbose=False)),
-        said(lambda: topt_trainer("zero3").test(LateGPT(True, **WIDE), loader(8), verbose=False)),
+        said(lambda: topt_trainer().test(LateGPT(True, **WIDE), loader(8), verbose=False)),
         said(lambda: trainer.fit(module, OwnShare(8))),
     ]
 
@@ -213,7 +322,6 @@ WORDS = (
     "on the meta device, which data axes alone give values",
     "copies parameters on the meta device before they have values",
     "reads the values of a tensor|_local_scalar_dense.* cannot be captured",
-    "in shards already, of a fit before",
     "on the meta device: a plan of data axes gives it values",
     "in shards already, of a fit before",
 )

@@ -77,6 +77,15 @@ def llama() -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="no transformers")
+    config = transformers.GPT2Config(
+        **dict(vocab_size=33, n_positions=16, n_embd=8, n_layer=2, n_head=2),
+        **dict(bos_token_id=1, eos_token_id=1, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 def tied() -> nn.Module:
     return GPT(layers=1, width=6, vocab=33, tied=True)
 
@@ -85,7 +94,7 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Conv1d(3, 5, 3), nn.BatchNorm1d(5), nn.LSTM(3, 5))
 
 
-MADE = (Residual, Conventional, Registering, attention, llama, tied, batch_norm)
+MADE = (Residual, Conventional, Registering, attention, llama, gpt2, tied, batch_norm)
 LEVELS = (3, 2, 1)
 
 

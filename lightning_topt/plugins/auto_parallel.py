@@ -468,7 +468,6 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._run.meet()
         # All ranks of the run decide, not those of the data axes.
         votes = super().reduce(
             torch.tensor(int(decision), device=self.root_device), reduce_op="sum"

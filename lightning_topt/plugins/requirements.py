@@ -248,8 +248,8 @@ def _finds_unused(fit: Fit) -> bool:
 
 def _unused(fit: Fit) -> tuple[str, ...]:
     # Which parameters a step of automatic optimization gives no gradient, where nobody expects that
-    is_met = fit.graph is None or fit.graph.is_manual or _finds_unused(fit)
-    return () if is_met or fit.graph is None else fit.graph.unused
+    graph = fit.graph
+    return () if graph is None or graph.is_manual or _finds_unused(fit) else graph.unused
 
 
 def _own_tensor(fit: Fit) -> str | None:

@@ -6,8 +6,8 @@ same order. They do not where a batch decides which modules run: images in some 
 without tokens, layers that are dropped, a head for some steps.
 
 `CalledBlocks` notes the calls of this rank. Once per step, before the update, ranks compare a hash
-of them: blocks of equal size would be mixed up in silence. Sizes that differ are an error of the
-backend, which then names the blocks.
+of them: blocks of equal size would be mixed up in silence. Where sizes differ
+the backend ends a process or waits until its limit; the error then says what this rank called last.
 
 `AgreedGathers` lets ranks differ (``find_unused_parameters=True``). A rank announces each call, as
 a number, and learns the smallest number of all ranks. All take part in the call that this one
@@ -52,7 +52,7 @@ from lightning_topt.communication.collectives import HostCopy, travel_device, va
 from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective
 from lightning_topt.graph.errors import PlanError
 
-ANSWER_SECONDS = 2.0  # that a rank waits, after an error, for what others say of theirs
+ANSWER_SECONDS = 2.0  # that a rank waits, after an error, for others to say that they had come
 _WAY_OUT = "give the strategy find_unused_parameters=True"
 _GROUP_STATE = ("_training_state", "_sharded_state", "_all_gather_result", "reshard_after_backward")
 
@@ -76,10 +76,10 @@ class CalledBlocks:
         self, names: Iterable[str], group: dist.ProcessGroup | None, *, is_manual: bool = False
     ) -> None:
         self.names = tuple(dict.fromkeys([*names, ""]))
-        self.blocks: list[Block] = []
-        self.runs_root = False
+        self.blocks: list[SentBlock] = []
+        self.runs_root = self.in_step = False
         self.group = group
-        self.key = f"topt/gathers/{next(_made)}"  # in the store
+        self.ranks = dist.get_process_group_ranks(group)
         self._is_manual = is_manual
         self._calls: list[_Call] = []
         # where they are compared, and the step that is not yet
@@ -91,7 +91,7 @@ class CalledBlocks:
         assert isinstance(block, FSDPModule)
         state: Any = block._get_fsdp_state()
         self.blocks += [
-            Block(self.names.index(name), group, self) for group in state._fsdp_param_groups
+            SentBlock(self.names.index(name), group, self) for group in state._fsdp_param_groups
         ]
         # FSDP2 queues that of the state to which the first gradient comes
         own = state._root_post_backward_final_callback
@@ -106,7 +106,7 @@ class CalledBlocks:
         ]
 
     def _begin(self, *_: Any) -> None:
-        self.runs_root = True
+        self.runs_root = self.in_step = True
 
     def _end_forward(self, *_: Any) -> None:
         self.runs_root = False
@@ -115,7 +115,7 @@ class CalledBlocks:
 
     # ---- calls; `AgreedGathers` does them in other ways ------------------------------------------
 
-    def gather(self, block: Block, async_op: bool = False) -> None:
+    def gather(self, block: SentBlock, async_op: bool = False) -> None:
         """Gather the parameters of `block`, unless they are, or FSDP2 has begun to."""
         if block.is_gathered:
             return
@@ -123,7 +123,7 @@ class CalledBlocks:
         with self._named():
             block.gather(async_op)
 
-    def reduce(self, block: Block, *unused: Any) -> None:
+    def reduce(self, block: SentBlock, *unused: Any) -> None:
         """Reduce the gradients that `block` has on this rank."""
         trained = block.trained()
         without = [index for index, p in enumerate(trained) if not has_gradient(p)]
@@ -161,17 +161,20 @@ class CalledBlocks:
 
     def _check(self, everyone: Sequence[list[_Call]]) -> None:
         # Raise PlanError where ranks, in the order of the group, have made other calls
-        ranks = dist.get_process_group_ranks(self.group)
         for calls in itertools.zip_longest(*everyone):
-            first = {call: rank for rank, call in reversed([*zip(ranks, calls, strict=True)])}
+            first = {call: rank for rank, call in reversed([*zip(self.ranks, calls, strict=True)])}
             if len(first) > 1:
                 said = {rank: self._described(call) for call, rank in first.items()}
                 raise PlanError(_different(dict(sorted(said.items()))))
 
+    def shown(self, index: int) -> str:
+        """Return the name of a block, in messages."""
+        return repr(self.names[index]) if self.names[index] else "what is in no block"
+
     def _described(self, call: _Call | None) -> str:
         if call is None:
             return "calls no further block"
-        name = repr(self.names[call[0]]) if self.names[call[0]] else "what is in no block"
+        name = self.shown(call[0])
         if len(call) == 1:
             return f"gathers {name}"
         params = next(b for b in self.blocks if b.index == call[0]).trained()
@@ -180,34 +183,15 @@ class CalledBlocks:
 
     @contextmanager
     def _named(self) -> Generator[None]:
-        # Let an error of a collective call say which other calls the ranks were in
+        # Let an error of a collective call say what this rank called last
         try:
             yield
         except RuntimeError as error:
-            if not is_of_collective(error):
-                raise
-            said = self.told(self._described(self._calls[-1] if self._calls else None))
-            if len({*said.values()}) > 1:
-                raise PlanError(_different(said)) from error
-            if len(said) < dist.get_world_size(self.group):  # a backend may end their processes
-                own = said[dist.get_rank()]
-                error.args = (
-                    f"{error} (this rank {own}; if others call other modules: {_WAY_OUT})",
-                )
+            if is_of_collective(error):
+                last = ", ".join(map(self._described, self._calls[-4:]))
+                what = f"this rank {last}; where others call other modules, {_WAY_OUT}"
+                error.args = (f"{error} ({what})",)
             raise
-
-    def told(self, text: str) -> dict[int, str]:
-        """Tell other ranks `text` after an error; return what those say that answer, by rank."""
-        rank, ranks = dist.get_rank(), dist.get_process_group_ranks(self.group)
-        said, deadline = {rank: text}, time.monotonic() + ANSWER_SECONDS
-        with contextlib.suppress(RuntimeError):  # who hosts the store is gone
-            store = _get_default_store()
-            store.set(f"{self.key}/{rank}", text)
-            while len(said) < len(ranks) and time.monotonic() < deadline:
-                keys = {r: f"{self.key}/{r}" for r in ranks if r not in said}
-                said |= {r: store.get(k).decode() for r, k in keys.items() if store.check([k])}
-                time.sleep(0.02)
-        return dict(sorted(said.items()))
 
 
 def _different(said: dict[int, str]) -> str:
@@ -226,20 +210,16 @@ class AgreedGathers(CalledBlocks):
     def __init__(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
         super().__init__(names, group)
         self._number = torch.zeros(1, dtype=torch.int64)
-        self._count, self._in_step = len(self.names), False
-        self._round = 0
+        self._count, self._round = len(self.names), 0
+        self._key = f"topt/gathers/{next(_made)}"  # in the store
         # parameters with a gradient on this rank, and those whose gradient began as zeros here
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
 
-    @override
-    def _begin(self, *_: Any) -> None:
-        self.runs_root = self._in_step = True
-
     # ---- what this rank wants --------------------------------------------------------------------
 
     @override
-    def gather(self, block: Block, async_op: bool = False) -> None:
+    def gather(self, block: SentBlock, async_op: bool = False) -> None:
         if block.is_gathered:
             return
         in_backward = torch._C._current_graph_task_id() != -1
@@ -247,16 +227,16 @@ class AgreedGathers(CalledBlocks):
         block.gather(async_op)
 
     @override
-    def reduce(self, block: Block, *unused: Any) -> None:
+    def reduce(self, block: SentBlock, *unused: Any) -> None:
         trained = block.trained()
         used = [param for param in trained if has_gradient(param)]
         # what groups of ranks have added up so far goes between them in the last pass
-        if used or (block.is_partly_reduced and block.group.all_reduce_grads):
+        is_sent = bool(used) or (block.is_partly_reduced and block.group.all_reduce_grads)
+        if is_sent:
             self._agree(3 * self._count - 1 - block.index)
-            self._used.update(used)
-            with self._zeros(block, [param for param in trained if not has_gradient(param)]):
-                block.reduce(*unused)
-        else:
+        self._used.update(used)
+        zeros = [param for param in trained if is_sent and not has_gradient(param)]
+        with self._zeros(block, zeros):
             block.reduce(*unused)
 
     @override
@@ -278,11 +258,11 @@ class AgreedGathers(CalledBlocks):
         later = {p for b in self.blocks if b.is_partly_reduced for p in b.group.fsdp_params}
         self._used &= later
         self._filled &= later
-        self._in_step = False
+        self.in_step = False
 
     @override
     def meet(self) -> None:
-        if self._in_step:
+        if self.in_step:
             self._agree(3 * self._count)
 
     # ---- what all do -----------------------------------------------------------------------------
@@ -299,25 +279,30 @@ class AgreedGathers(CalledBlocks):
         try:
             dist.all_reduce(self._number, dist.ReduceOp.MIN, self.group)
         except RuntimeError as error:
-            said = self.told(str(self._round))
-            absent = [
-                f"rank {rank}"
-                for rank in dist.get_process_group_ranks(self.group)
-                if said.get(rank) != str(self._round)
-            ]
+            absent = ", ".join(f"rank {rank}" for rank in self._absent()) or "no rank"
             raise PeerLostError(
-                f"{', '.join(absent) or 'no rank'} did not come where rank {dist.get_rank()} waits "
-                f"to {self._meaning(wish)} with all ranks: {error}"
+                f"{absent} did not come where rank {dist.get_rank()} waits to "
+                f"{self._meaning(wish)} with all ranks: {error}"
             ) from error
         return int(self._number)
+
+    def _absent(self) -> list[int]:
+        # After an error, the ranks that have not come to this round
+        absent, deadline = self.ranks, time.monotonic() + ANSWER_SECONDS
+        with contextlib.suppress(RuntimeError):  # who hosts the store is gone
+            store, key = _get_default_store(), f"{self._key}/{self._round}"
+            store.set(f"{key}/{dist.get_rank()}", "")
+            while absent and time.monotonic() < deadline:
+                absent = [rank for rank in absent if not store.check([f"{key}/{rank}"])]
+                time.sleep(0.02)
+        return absent
 
     def _meaning(self, number: int) -> str:
         kind, place = divmod(number, self._count)
         if kind > 2:
             return "make a collective call of Lightning" if place == 0 else "end the step"
         index = place if kind == 0 else self._count - 1 - place
-        what = repr(self.names[index]) if self.names[index] else "what is in no block"
-        return f"{'reduce' if kind == 2 else 'gather'} {what}"
+        return f"{'reduce' if kind == 2 else 'gather'} {self.shown(index)}"
 
     def _take_part(self, number: int) -> None:
         # Take part in a call that this rank does not want now; what it has of the block stays
@@ -338,7 +323,7 @@ class AgreedGathers(CalledBlocks):
                 block.gather_in_vain()
 
     @contextmanager
-    def _zeros(self, block: Block, params: Sequence[Any]) -> Generator[None]:
+    def _zeros(self, block: SentBlock, params: Sequence[Any]) -> Generator[None]:
         # Let these of the block have gradients that are zero
         never_gathered = [param for param in params if not hasattr(param, "_unsharded_param")]
         for param in never_gathered:
@@ -363,7 +348,7 @@ class AgreedGathers(CalledBlocks):
                 param.sharded_param.grad = None
 
 
-class Block:
+class SentBlock:
     """What FSDP2 gathers and reduces together; `calls` decides how, in the place of its methods.
 
     Args:

@@ -93,6 +93,7 @@ REFUSED: dict[str, str] = {
     "hooks_on_parameters": "register_post_accumulate_grad_hook",
     "stored_list_for_l2": "held since before it was sharded",
     "average_by_hand": "mixed kinds of tensors",
+    "unused_parameters": "gives unused.weight no gradient",
 }
 # What is refused under one strategy beside that, or in other words; "": it is not.
 REFUSED_BY: dict[MakeStrategy, dict[str, str]] = {

@@ -383,6 +383,10 @@ class Engine:
         """Free gathered parameters; the next forward gathers what the shards then hold."""
         self._applied.reshard()
 
+    def meet(self) -> None:
+        """Get ready for a collective call that all ranks make in a step, by this rank's call."""
+        self._applied.meet()
+
     def module_state(self, *, full: bool = True) -> State:
         """Return the module's state, `full` on rank 0, or in shards. A collective call.
 

@@ -336,18 +336,15 @@ def _batch_problems(
         )
 
 
-# FSDP2 and DDP wait for the gradients of all parameters
+# All ranks reduce gradients of the same parameters, unless they were told to look
 def _unused_problems(plan: ParallelPlan, graph: OpGraph, blocks: Blocks) -> Iterator[str]:
     unused = set(graph.unused)
-    for block, parameters in blocks.items():
+    for parameters in blocks.values():
         without = [name for name, _ in _once(parameters) if name in unused]
         if without and plan.mesh.data_parallel_size > 1 and plan.schedule is None:
-            way_out = "use strategy=topt_find_unused_parameters_true, or leave it out of the model"
-            if plan.configs[block].storage.sharded_axes("gradients"):
-                way_out = f"choose ZeRO level 0 or 1 for block {block!r}, and {way_out}"
             yield (
-                f"the step gives {without[0]!r} no gradient, which only DistributedDataParallel "
-                f"sees, if asked: {way_out}"
+                f"the step gives {without[0]!r} no gradient, which ranks see only if asked: use "
+                "strategy=topt_find_unused_parameters_true, or leave it out of the model"
             )
 
 

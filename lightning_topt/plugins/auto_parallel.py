@@ -141,7 +141,9 @@ class AutoParallelStrategy(DataParallelHooks):
         elastic: whether a fit goes on when a rank is lost, under torchrun, from the memory of the
             others: experimental, on CPUs with gloo (docs/how_to/elastic.md).
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
-            Options of the latter keep the search to plans that it runs (whole gradients). Under a
+            Options of the latter keep the search to plans that it runs (whole gradients), but for
+            ``find_unused_parameters=True``: under shards, too, ranks may then use different modules
+            (docs/how_to/modules_on_some_ranks.md). Under a
             `memory_limit`, or with the objective ``"memory"``, a plan may make gradients views of
             its buckets; ``gradient_as_bucket_view=False`` forbids that.
 
@@ -487,6 +489,7 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        self._run.meet()
         return super().reduce(tensor, self._run.data.group if group is None else group, reduce_op)
 
     @override
@@ -499,6 +502,7 @@ class AutoParallelStrategy(DataParallelHooks):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        self._run.meet()
         if self._run.data.replaces(group):
             return self._run.data.all_gather(
                 self._run.runner.unsharded(tensor), sync_grads=sync_grads

@@ -196,9 +196,11 @@ class PlanRun:
 
         plan, strategy, module = self.plan, self._strategy, trainer.lightning_module
         assert plan is not None
-        options, device = run_options(strategy), strategy.root_device
-        options = replace(options, first_values=self.request.first_values)
-        if not (module.automatic_optimization or plan.keeps_gradients_whole):
+        is_manual, device = not module.automatic_optimization, strategy.root_device
+        options = replace(
+            run_options(strategy), is_manual=is_manual, first_values=self.request.first_values
+        )
+        if is_manual and not plan.keeps_gradients_whole:
             # whether a loss needs what is in no block, which nobody can know beforehand
             options = replace(options, ddp={"find_unused_parameters": True, **options.ddp})
         engine = Engine(plan, module, device=device, options=options)
@@ -222,6 +224,11 @@ class PlanRun:
         self.runner = runner
         runner.begin(trainer)
         self.data.begin(None if plan.brings_batches else engine.data_group, module)
+
+    def meet(self) -> None:
+        """Get ready for a collective call of Lightning that all ranks make."""
+        if self.engine is not None:
+            self.engine.meet()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the plan run the steps of `optimizers`, made of the module's present parameters."""

@@ -233,17 +233,23 @@ def _sparse_table(fit: Fit) -> str | None:
 
 
 def _needs_ddp(fit: Fit) -> bool:
-    # In steps of manual optimization FSDP2 needs no word for parameters without a gradient.
+    # Whether there are options that plans in shards do not follow
     strategy = fit.trainer.strategy
-    finds_unused = {*getattr(strategy, "_ddp_kwargs", ())} == {"find_unused_parameters"}
+    is_met = {*getattr(strategy, "_ddp_kwargs", ())} == {"find_unused_parameters"}
     has_hook = getattr(strategy, "_ddp_comm_hook", None) is not None
-    is_met = finds_unused and not has_hook and not fit.module.automatic_optimization
-    return fit.only_replicated and not is_met
+    return fit.only_replicated and (has_hook or not is_met)
+
+
+def _finds_unused(fit: Fit) -> bool:
+    # Under manual optimization it means nothing: no plan needs it
+    options = getattr(fit.trainer.strategy, "_ddp_kwargs", {})
+    return bool(options.get("find_unused_parameters")) and fit.module.automatic_optimization
 
 
 def _unused(fit: Fit) -> tuple[str, ...]:
-    # Which parameters a step of automatic optimization gives no gradient
-    return () if fit.graph is None or fit.graph.is_manual else fit.graph.unused
+    # Which parameters a step of automatic optimization gives no gradient, where nobody expects that
+    graph = fit.graph
+    return () if graph is None or graph.is_manual or _finds_unused(fit) else graph.unused
 
 
 def _own_tensor(fit: Fit) -> str | None:
@@ -319,6 +325,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         _needs_ddp,
     ),
     Requirement(
+        (SLICES, *_TOGETHER),
+        "find_unused_parameters was given, which data axes alone follow",
+        _finds_unused,
+    ),
+    Requirement(
         (SHARDED,),
         "16-true keeps no float32 weights to shard",
         lambda fit: fit.trainer.precision == "16-true",
@@ -363,7 +374,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(
         (SHARDED,),
-        "the step gives {} no gradient, which only DistributedDataParallel sees and answers",
+        "the step gives {} no gradient, for which ranks look with find_unused_parameters=True",
         lambda fit: next(filter(fit.would_shard, _unused(fit)), None),
     ),
     Requirement(

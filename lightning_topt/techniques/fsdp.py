@@ -32,6 +32,9 @@ shared states at most.
 and states. On accelerators FSDP2's `CPUOffloadPolicy` keeps them in the memory of the host, where
 the optimizer runs. On CPUs they are in files (`optim.mapped_memory`).
 
+[Note: other modules] Ranks whose steps call different blocks are named, or agree on each gather:
+`agreed_gathers`.
+
 Frozen parameters have no gradient and no state to shard. At level 2 every rank keeps them whole, so
 that nothing of them travels; level 3 shards them with all others.
 """
@@ -62,6 +65,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topt.communication.collectives import AllGather, ReduceScatter, backend_of
+from lightning_topt.communication.topology import group_of
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import ROOT, gradient_bytes, shard_share
 from lightning_topt.costs.training_step import TrainingStep
@@ -70,6 +74,7 @@ from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.mapped_memory import empty_in_file, in_file, is_in_file
 from lightning_topt.optim.shard_step import as_dtensor, on_mesh
+from lightning_topt.techniques.agreed_gathers import AgreedGathers, CalledBlocks
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
@@ -205,6 +210,7 @@ class FsdpTechnique(Technique):
             undo=sharding.undo,
             replaced=sharding.replaced(),
             reshard=sharding.reshard,
+            meet=_called_blocks(model).meet,
             # updates of full parameters have owners
             attach=lambda optimizer: share_step(optimizer, ranks=ranks, group=group),
         )
@@ -362,6 +368,7 @@ class _Sharding:
             offload=model.configs[name].storage.offload,
             ignored=kept or None,
         )
+        _called_blocks(model).follow(name, block)
         self._hooks += _under_autocast(model, block)
         if (before := model.before_block) is not None:
             hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -401,6 +408,7 @@ class _Sharding:
             offload=in_shards and model.configs[""].storage.offload,
             ignored=ignored,
         )
+        self._hooks += _called_blocks(model).follow_root(model.root)
         if isinstance(model.root, ShardedModule):
             self._hooks += model.root.gather_outside()
 
@@ -550,6 +558,22 @@ def _move_to_files(group: Any) -> None:
                 gradient._local_tensor = files[param].copy_(local)
 
     group.post_backward = post_backward
+
+
+def _called_blocks(model: ParallelModel) -> CalledBlocks:
+    # What follows the gathers of all techniques, made at the first call, which is collective
+    if model.called is None:
+        options, mesh = model.options, model.mesh
+        if options.ddp.get("find_unused_parameters") and not options.is_manual:
+            group = group_of(mesh.groups_along(mesh.data_axes), backend="gloo")
+            assert group is not None
+            model.made_groups.append(group)
+            model.called = AgreedGathers(model.configs, group)
+        else:
+            model.called = CalledBlocks(
+                model.configs, model.data_group, is_manual=options.is_manual
+            )
+    return model.called
 
 
 def _in_shards(model: ParallelModel, block: str) -> bool:

@@ -40,6 +40,7 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.techniques.agreed_gathers import CalledBlocks
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class RunOptions:
             the plan says; None: in their own
         first_values: files of weights for a module on the meta device, or these by submodule; None:
             its methods give it values
+        is_manual: backward passes and updates run inside of the root's forward
     """
 
     ddp: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class RunOptions:
     watch: RankWatch | None = None
     gather_dtype: torch.dtype | None = None
     first_values: FirstValues = None
+    is_manual: bool = False
 
 
 @dataclass
@@ -96,6 +99,7 @@ class ParallelModel:
         made_groups: process groups that `own_group` made; the engine destroys them
         local_steps: how ranks that train alone meet; None: gradients are averaged in every step
         rows: this rank's part of parameters on the meta device, which FSDP2 takes there
+        called: follows what FSDP2 gathers, once blocks are sharded
     """
 
     module: nn.Module
@@ -114,6 +118,7 @@ class ParallelModel:
     made_groups: list[dist.ProcessGroup] = field(default_factory=list)
     local_steps: LocalMethod | None = None
     rows: dict[Tensor, Tensor] = field(default_factory=dict)
+    called: CalledBlocks | None = None
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
@@ -230,6 +235,7 @@ class Applied:
         no_sync: context in which gradients are accumulated, and their exchange left to a later
             backward, if that helps
         reshard: releases gathered parameters
+        meet: gets ready for a collective call that all ranks make in a step
         joined: context in which the parameters are unsharded
         exchange: the compressed gradient exchange, or that of replicas that train alone
     """
@@ -242,6 +248,7 @@ class Applied:
     attach: Callable[[Optimizer], ParallelStep | None] = _leave_alone
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     reshard: Callable[[], None] = lambda: None
+    meet: Callable[[], None] = lambda: None
     joined: Callable[[], AbstractContextManager[Any]] = nullcontext
     exchange: CompressedExchange | OuterSteps | None = None
 
@@ -324,6 +331,11 @@ class AppliedTechniques:
         """Free gathered parameters."""
         for applied in self._applied:
             applied.reshard()
+
+    def meet(self) -> None:
+        """Get ready for a collective call that all ranks make in a step."""
+        for applied in self._applied:
+            applied.meet()
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES = 900, 80
 # Lowered with every folder that is rewritten: to a tenth of all modules, and to none.
 MOST_SINGLE_IMPORTERS, MOST_CLASS_NAMES_TWICE = 20, 0
 # Names, numbers, operators and texts of the package. Who raises it says what that buys.
-MOST_TOKENS = 474_000
+MOST_TOKENS = 481_500
 
 
 @functools.cache

@@ -58,6 +58,7 @@ from lightning_topt.costs.measuring import (
     free_memory_bytes,
     gather,
     kept_global_state,
+    measure_host_copies,
     most,
     time_call,
     time_issue,
@@ -92,7 +93,6 @@ _CPU_PROCESS_BYTES = 9 << 20
 _LAYERS, _WIDTH, _ROWS, _KERNELS = 24, 8, 4, 8
 _LEAST = 1e-6  # seconds of the framework around a layer
 _BLOCK_BYTES, _BLOCKS, _FAULT_ROUNDS = 1 << 20, 16, 9  # of page faults
-_HOST_COPY_BYTES = 64 << 20
 # links
 SIZES = tuple(4 << shift for shift in (10, 13, 16, 19, 22, 24))  # 4 KiB to 64 MiB
 CUDA_SIZES = (*SIZES, 4 << 26)  # to 256 MiB: NVLink reaches its rate there
@@ -524,27 +524,6 @@ def measure_page_faults(device: torch.device) -> float:
         del taken, block
         costs.append((middle - start) + (time.perf_counter() - again) - (again - middle))
     return max(statistics.median(costs), 0.0) / (_BLOCKS * _BLOCK_BYTES)
-
-
-def measure_host_copies(device: torch.device) -> float:
-    """Return the bytes/s of copies between `device` and the host; 0 where they are one.
-
-    The slower way counts, and memory of the host is pinned, as for what is offloaded.
-    """
-    if device.type != "cuda":
-        return 0.0
-    there = torch.empty(_HOST_COPY_BYTES, dtype=torch.uint8, device=device)
-    here = torch.empty(_HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    ways = ((there, here), (here, there))
-    seconds = (
-        time_kernel(
-            lambda to=to, source=source: to.copy_(source, non_blocking=True),  # type: ignore[misc]
-            device=device,
-            budget_seconds=0.0,
-        )
-        for to, source in ways
-    )
-    return _HOST_COPY_BYTES / max(seconds)
 
 
 # ---- Links: collectives in the groups that meshes of these ranks have

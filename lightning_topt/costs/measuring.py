@@ -25,6 +25,7 @@ from lightning_topt.communication.topology import host_group
 _SHORT_SECONDS, _MIN_REPEATS = 1e-4, 3
 # of a kernel on CUDA
 _KERNEL_SECONDS, _KERNEL_REPEATS = 2e-3, (3, 30)
+_HOST_COPY_BYTES = 64 << 20  # between a device and its host
 _CYCLES_PER_SECOND = 3e9  # more than any of NVIDIA's devices has
 T = TypeVar("T")
 
@@ -269,3 +270,24 @@ def _no_autocast() -> Iterator[None]:
             return
         with torch.autocast("cuda", enabled=False):
             yield
+
+
+def measure_host_copies(device: torch.device) -> float:
+    """Return the bytes/s of copies between `device` and the host; 0 where they are one.
+
+    The slower way counts, and memory of the host is pinned, as for what is offloaded.
+    """
+    if device.type != "cuda":
+        return 0.0
+    there = torch.empty(_HOST_COPY_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(_HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    ways = ((there, here), (here, there))
+    seconds = (
+        time_kernel(
+            lambda to=to, source=source: to.copy_(source, non_blocking=True),  # type: ignore[misc]
+            device=device,
+            budget_seconds=0.0,
+        )
+        for to, source in ways
+    )
+    return _HOST_COPY_BYTES / max(seconds)

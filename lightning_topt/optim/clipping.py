@@ -42,8 +42,7 @@ def total_norm(
     """
     power = float(norm_type)
     given = [parameter for parameter in parameters if parameter.grad is not None]
-    # what is offloaded is on the host, which may not be where ranks meet
-    device = next((p.device for p in given if p.device.type != "cpu"), travel_device())
+    device = next((p.device for p in given if p.device.type != "cpu"), torch.device("cpu"))
     replicated: list[Tensor] = []
     by_copies: dict[int, list[Tensor]] = {}  # sharded ones, by how many ranks hold the same shard
     for parameter in given:
@@ -63,6 +62,9 @@ def total_norm(
             for n, p in sorted(by_copies.items())
         ]
         sharded = torch.stack(parts).amax() if power == inf else torch.stack(parts).sum()
+        # what is offloaded is on the host, which may not be where ranks meet
+        sharded = sharded.to(travel_device()) if device.type == "cpu" else sharded
+        total = total.to(sharded.device)
         dist.all_reduce(sharded, dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM)
         total = torch.maximum(total, sharded) if power == inf else total + sharded
     return total if power == inf else total ** (1 / power)

@@ -111,7 +111,7 @@ def needed_and_run(rank: int, nodes: int, width: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "width", "kind"), [(1, 64, "data 1 x tensor 2"), (2, 640, "pipeline 2 x data 1")]
+    ("nodes", "width", "kind"), [(1, 64, "data 1 x tensor 2"), (2, 640, "offload")]
 )
 def test_the_error_names_the_smallest_plan_of_any_kind_and_that_one_runs(
     nodes: int, width: int, kind: str

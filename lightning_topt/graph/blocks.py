@@ -223,16 +223,11 @@ def layers_of(module: nn.Module) -> list[str]:
     """
     found: list[str] = []
     for name, child in module.named_children():
-        is_held = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        inside = (
-            [
-                name
-                for name, part in child.named_children()
-                if next(part.parameters(), None) is not None
-            ]
-            if is_held
-            else layers_of(child)
-        )
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            parts = child.named_children()
+            inside = [inner for inner, part in parts if any(True for _ in part.parameters())]
+        else:
+            inside = layers_of(child)
         found += [f"{name}.{inner}" for inner in inside]
     return found
 

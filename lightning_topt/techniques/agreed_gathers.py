@@ -6,8 +6,8 @@ same order. They do not where a batch decides which modules run: images in some 
 without tokens, layers that are dropped, a head for some steps.
 
 `CalledBlocks` notes the calls of this rank. Once per step, before the update, ranks compare a hash
-of them: blocks of equal size would be mixed up in silence. Where sizes differ
-the backend ends a process or waits until its limit; the error then says what this rank called last.
+of them: blocks of equal size would be mixed up in silence. Where sizes differ the backend ends a
+process or waits until its limit; the error then says what this rank called last.
 
 `AgreedGathers` lets ranks differ (``find_unused_parameters=True``). A rank announces each call, as
 a number, and learns the smallest number of all ranks. All take part in the call that this one

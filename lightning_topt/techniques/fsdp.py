@@ -140,13 +140,13 @@ class FsdpTechnique(Technique):
         if block.name != ROOT and parameters and not any(p.trainable for p in parameters):
             levels = (3,)  # level 2 would be as level 0: there is nothing to shard
         # What is offloaded, for want of memory, is released as early as it can be.
-        can_offload = step.on_gloo or step.cluster.device.host_bandwidth
-        can_offload = can_offload and not (mesh.tensor_axes or step.optimizer.owned)
-        offloads = step.offloads and can_offload
-        kinds = [(level, False) for level in levels] + [(k, True) for k in levels[-1:] if offloads]
+        has_place = step.on_gloo or step.cluster.device.host_bandwidth
+        is_whole = mesh.tensor_axes or step.optimizer.owned
+        offloaded = levels[-1:] if step.offloads and has_place and not is_whole else ()
         return [
             OpConfig.zero(level, axes=len(mesh.axes), over=axes, offload=offload)
-            for level, offload in kinds
+            for several, offload in ((levels, False), (offloaded, True))
+            for level in several
         ]
 
     # ---- what it costs ---------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """A model that no rank can hold: four ranks of 2 GiB train 2.3 GB of weights (needs root).
 
-    sudo python -m benchmarks.robustness.larger_than_memory        # about 20 minutes on 2 cores
+    sudo python -m benchmarks.robustness.larger_than_memory        # about 40 minutes on 2 cores
 
 Each rank is in a memory cgroup of its own, so that the kernel kills what exceeds it. The model is
-made on the meta device and trained by SGD under ``zero3``, then by AdamW under ``zero3+offload``:
-weights, gradients and moments of 9.2 GB, in files. Each run takes steps, evaluates, and saves a
-sharded checkpoint. A second run in new processes goes on from there. A small twin of the model,
-made whole, shows that the losses of both ways are those of ``ddp``.
+made on the meta device and trained by SGD under ``zero3``. `topt checkpoint` makes a safetensors
+file of that, from which AdamW goes on under ``zero3+offload``: weights, gradients and moments of
+9.2 GB, in files. Each run takes steps, evaluates, and saves a sharded checkpoint. A second run in
+new processes goes on from there. A small twin of the model, made whole, shows that the losses of
+both ways are those of ``ddp``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import json
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -37,6 +40,7 @@ SIZES = {
     "small": {"layers": 3, "width": 64, "heads": 4, "vocab": 256, "context": 16},
 }
 CASES = (("SGD", "zero3"), ("AdamW", "zero3+offload"))
+WEIGHTS = "model.safetensors"
 
 
 class Late(L.LightningModule):
@@ -87,7 +91,11 @@ def run(options: argparse.Namespace) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy=AutoParallelStrategy(plan=options.plan, checkpoint="sharded"),
+        strategy=AutoParallelStrategy(
+            plan=options.plan,
+            checkpoint="sharded",
+            first_values=None if options.values is None else {"net": options.values},
+        ),
         max_steps=options.steps,
         limit_val_batches=1,
         num_sanity_val_steps=0,
@@ -95,7 +103,8 @@ def run(options: argparse.Namespace) -> None:
     )
     steps = loader(1, length=RANKS * STEPS, **data)
     trainer.fit(module, steps, loader(1, length=RANKS, **data), ckpt_path=options.resume)
-    trainer.save_checkpoint(options.folder / f"{options.steps}.ckpt")
+    if options.resume is None:
+        trainer.save_checkpoint(options.folder / f"{options.steps}.ckpt")
     status = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M))
     ranks: list[Any] = [None] * RANKS
     torch.distributed.all_gather_object(ranks, [int(status["RssAnon"]), int(status["VmHWM"])])
@@ -116,6 +125,24 @@ def launch(folder: Path, **options: Any) -> dict[str, Any]:
     )
 
 
+def one_file(checkpoint: Path, file: Path) -> str:
+    """Write the weights of `checkpoint` to one file, within a rank's limit; return a row."""
+    start = time.perf_counter()
+    command = [sys.executable, "-c", _ONE_FILE, str(LIMIT), str(checkpoint), str(file)]
+    subprocess.run(command, check=True, timeout=3000)
+    seconds = time.perf_counter() - start
+    return f"| | `topt checkpoint` | {file.stat().st_size / 1e9:.2f} GB | | {seconds:.0f} | | yes |"
+
+
+_ONE_FILE = """
+import sys
+from benchmarks.gpt_run import enter_cgroup
+from lightning_topt.cli.checkpoint import run
+enter_cgroup(int(sys.argv[1]))
+run([sys.argv[2], sys.argv[3], "--module", "net"])
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -125,6 +152,7 @@ def main() -> None:
     parser.add_argument("--plan")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--resume")
+    parser.add_argument("--values", help="a safetensors file")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -139,16 +167,17 @@ def main() -> None:
         "| goes on |",
         "|---" * 7 + "|",
     ]
+    results = Path(tempfile.mkdtemp(prefix="topt-large-"))
+    values: dict[str, Path] = {}  # of the second case, from the first
     for optimizer, plan in CASES:
-        folder = Path(tempfile.mkdtemp(prefix="topt-large-"))
-        try:
-            first = launch(folder, size="large", optimizer=optimizer, plan=plan, steps=STEPS)
-            path = folder / f"{STEPS}.ckpt"
-            again = launch(
-                folder, size="large", optimizer=optimizer, plan=plan, steps=STEPS + 1, resume=path
-            )
-        finally:
-            shutil.rmtree(folder)
+        folder = results / optimizer
+        folder.mkdir()
+        known = {"size": "large", "optimizer": optimizer, "plan": plan, **values}
+        first = launch(folder, steps=STEPS, **known)
+        path = folder / f"{STEPS}.ckpt"
+        # weights of a checkpoint are those of the whole model, whatever it began with
+        known.pop("values", None)
+        again = launch(folder, steps=STEPS + 1, resume=path, **known)
         losses, seconds = (
             ", ".join(f"{value:.4g}" for value in [*first[name], *again[name]])
             for name in ("losses", "seconds")
@@ -159,6 +188,12 @@ def main() -> None:
             f"{anonymous / 2**30:.2f} GiB | yes |"
         )
         print(lines[-1], flush=True)
+        if not values:
+            values = {"values": results / WEIGHTS}
+            lines.append(one_file(path, values["values"]))
+            print(lines[-1], flush=True)
+        shutil.rmtree(folder)
+    shutil.rmtree(results)
     lines += ["", "A small twin, losses:", ""]
     for optimizer, plan in CASES:
         folder = Path(tempfile.mkdtemp(prefix="topt-small-"))

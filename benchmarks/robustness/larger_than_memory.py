@@ -36,7 +36,7 @@ from tests.plugins.trainer_ranks import loader, mean_over_ranks
 
 LIMIT, RANKS, STEPS = 2 << 30, 4, 2
 SIZES = {
-    "large": {"layers": 11, "width": 2048, "heads": 16, "vocab": 4096, "context": 16},
+    "large": {"layers": 45, "width": 1024, "heads": 16, "vocab": 4096, "context": 16},
     "small": {"layers": 3, "width": 64, "heads": 4, "vocab": 256, "context": 16},
 }
 CASES = (("SGD", "zero3"), ("AdamW", "zero3+offload"))

@@ -170,6 +170,7 @@ class OpConfig:
     Args:
         storage: where parameters, gradients and optimizer state are between steps.
         recompute: the forward runs again in the backward pass.
+        compile: the forward is compiled (`techniques.compilation`).
         inputs, outputs, parameters: how it computes, a placement per axis for each tensor; empty
             for data parallelism (activations split along dim 0 over the data axes, parameters
             replicated).
@@ -184,11 +185,12 @@ class OpConfig:
     parameters: tuple[tuple[str, Placements], ...] = ()
     sums: Placements = ()
     gathers: tuple[str, ...] = ()
+    compile: bool = False
 
     @cached_property
     def _hash(self) -> int:
         computes = self.inputs, self.outputs, self.parameters, self.sums, self.gathers
-        return hash((self.storage, self.recompute, *computes))
+        return hash((self.storage, self.recompute, self.compile, *computes))
 
     def placed(self) -> Iterator[Placements]:
         """Yield the placements of its computation."""

@@ -366,7 +366,7 @@ def _step(
             for a, b in zip(first.storages, second.storages, strict=True)
         ),
         calls=tuple(_calls(first, indices)),
-        modules=tuple(_modules(module)),
+        modules=tuple(list_modules(module)),
         workspaces=tuple(
             (tick, values.line(a.workspace, b.workspace))
             for tick, (a, b) in enumerate(zip(first.kernels, second.kernels, strict=True))
@@ -415,8 +415,8 @@ def _calls(recording: Recording, indices: Mapping[int, int]) -> Iterable[ModuleC
         )
 
 
-def _modules(root: nn.Module) -> Iterable[Module]:
-    # The submodules, parents first; see `Module` for what makes them equal
+def list_modules(root: nn.Module) -> Iterable[Module]:
+    """Return the submodules, parents first; see `Module` for what makes them equal."""
     numbers: dict[Hashable, int] = {}
     found: list[Module] = []
 

@@ -430,19 +430,23 @@ def preset_plan(
     mesh: Mesh,
     blocks: Sequence[str] = (),
     recompute: Collection[str] = (),
+    compiled: bool = False,
     is_manual: bool = False,
 ) -> ParallelPlan:
     """Return the plan that stores everything as `preset` says on `mesh`.
 
-    `blocks` and `recompute` as in `uniform_plan`. Under manual optimization blocks of level 2 have
-    level 3, and the rest keeps whole gradients ([Note: manual optimization] in `techniques.fsdp`).
+    `blocks` and `recompute` as in `uniform_plan`; `compiled` blocks are all or none. Under manual
+    optimization blocks of level 2 have level 3, and the rest keeps whole gradients ([Note: manual
+    optimization] in `techniques.fsdp`).
     """
     storage = root = preset.storage(mesh)
     if is_manual and preset.level > 1:
         storage = dataclasses.replace(preset, level=3).storage(mesh)
         root = PRESETS["zero1"].storage(mesh)
     named = tuple(
-        BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name
+        BlockPlan(name, OpConfig(storage, recompute=name in recompute, compile=compiled))
+        for name in blocks
+        if name
     )
     blocks_of_plan = (*named, BlockPlan("", OpConfig(root)))
     return ParallelPlan.of_blocks(blocks_of_plan, mesh=mesh, float32_gathers=preset.float32_gathers)

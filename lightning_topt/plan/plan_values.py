@@ -149,6 +149,7 @@ def describe_config(config: OpConfig, mesh: Mesh) -> str:
     )
     words += ["offload"] if storage.offload else []
     words += ["recompute"] if config.recompute else []
+    words += ["compile"] if config.compile else []
     return " + ".join(words)
 
 
@@ -181,6 +182,8 @@ def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, object]:
     values["recompute"] = config.recompute
     if config.storage.offload:
         values["offload"] = True
+    if config.compile:
+        values["compile"] = True
     # placements of the computation are rare: only plans with tensor axes have them
     if any(getattr(config, kind) for kind in _COMPUTED):
         values["computes"] = {
@@ -234,6 +237,7 @@ def config_reader(mesh: Mesh) -> ValueReader[OpConfig]:
     rest: dict[str, ValueReader[Any]] = {
         "recompute": truth,
         "offload": truth,
+        "compile": truth,
         "computes": partial(read_entries, readers=computed, needed=()),
     }
     kinds: dict[str, ValueReader[Any]] = dict.fromkeys(_STORED, placed)
@@ -247,7 +251,8 @@ def config_reader(mesh: Mesh) -> ValueReader[OpConfig]:
             storage = replace(storage, offload=entries.get("offload", False))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        return OpConfig(storage, entries.get("recompute", False), **entries.get("computes", {}))
+        switches = {name: entries.get(name, False) for name in ("recompute", "compile")}
+        return OpConfig(storage, **switches, **entries.get("computes", {}))
 
     return read_config
 

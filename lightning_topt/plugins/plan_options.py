@@ -49,10 +49,11 @@ _BESIDE_MESH["gradient_exchange"] = "gradient_exchange"
 
 @dataclass(frozen=True)
 class UniformPlan:
-    """The same storage, and recomputation or not, for every block that the capture finds."""
+    """The same storage, recomputed or not, compiled or not, for every block that is found."""
 
     preset: Preset
     recompute: bool = False
+    compile: bool = False
 
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
         """Return the mesh: one data axis, or nodes times the ranks of a node.
@@ -78,7 +79,12 @@ class UniformPlan:
         names = [block.name for block in graph.blocks]
         again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
         plan = preset_plan(
-            self.preset, mesh=mesh, blocks=names, recompute=again, is_manual=graph.is_manual
+            self.preset,
+            mesh=mesh,
+            blocks=names,
+            recompute=again,
+            compiled=self.compile,
+            is_manual=graph.is_manual,
         )
         return plan.gathering(graph)
 
@@ -324,11 +330,11 @@ def read_plan_option(
     # A name, or else a file.
     name, *more = str(plan).split("+")
     again = "recompute" in more
-    if name in PRESETS and {*more} <= {"recompute", "float32_gathers", "offload"}:
+    if name in PRESETS and {*more} <= {"recompute", "compile", "float32_gathers", "offload"}:
         words = {word: word in more for word in ("float32_gathers", "offload")}
         if words["offload"] and PRESETS[name].level < 2:
             raise PlanError(f"plan={plan!r}: what is whole is not offloaded; choose zero3+offload")
-        return UniformPlan(replace(PRESETS[name], **words), again)
+        return UniformPlan(replace(PRESETS[name], **words), again, "compile" in more)
     if name in _layouts().LAYOUTS and {*more} <= {"recompute"}:
         return MeshPlan(preset=name, recompute=again)
     if name == "pipeline" and {*more} <= {"recompute"}:
@@ -337,7 +343,7 @@ def read_plan_option(
         raise PlanError(
             f"plan={shown(str(plan))} is neither a file nor one of "
             f"{sorted([*PRESETS, *_layouts().LAYOUTS, 'pipeline'])} (or with '+recompute', "
-            "'+float32_gathers', '+offload')"
+            "'+compile', '+float32_gathers', '+offload')"
         )
     return ParallelPlan.load(plan)
 

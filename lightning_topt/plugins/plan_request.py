@@ -221,7 +221,7 @@ class PlanRequest:
     def is_by_block(self) -> bool:
         """Whether the plan was given by name and depends on which blocks there are."""
         return isinstance(self.plan, UniformPlan) and (
-            self.plan.preset.level >= 2 or self.plan.recompute
+            self.plan.preset.level >= 2 or self.plan.recompute or self.plan.compile
         )
 
     @property

@@ -148,6 +148,10 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
         )
     is_unseen = any(map(is_compiled, module.modules()))
     if isinstance(given, UniformPlan):
+        if is_unseen and given.compile:
+            raise PlanError(
+                "modules of this model are compiled already: leave out '+compile', or compile none"
+            )
         if is_one := is_unseen and not given.recompute:
             rank_zero_warn(
                 "topt: what runs inside of compiled code is not seen, so the plan stores the whole "
@@ -269,9 +273,10 @@ def _of_blocks(
     try:
         step = trace_step(request, trainer, batch, repeats=given.recompute)
     except CaptureError as error:
-        if given.recompute:
+        if given.recompute or given.compile:
             raise CaptureError(
-                f"{error} Or leave '+recompute' out of the plan, whose blocks have to be seen."
+                f"{error} Or leave '+recompute' and '+compile' out of the plan, whose blocks have "
+                "to be seen."
             ) from error
         rank_zero_warn(
             "topt: the blocks were not seen, so the plan stores the whole module as one (its "

@@ -70,13 +70,13 @@ class Recomputation(Technique):
         return Applied(undo=lambda: remove_recomputation(model.module))
 
 
-class _RecomputedForward:
-    # A module's forward under `torch.utils.checkpoint`; the plain one without gradients.
+class RecomputedForward:
+    """A module's forward under `torch.utils.checkpoint`; the plain one without gradients."""
 
     def __init__(self, forward: Callable[..., Any], device: torch.device) -> None:
         self.forward, self._on_device = forward, torch.empty(0, device=device)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         names, count = tuple(kwargs), len(args)
@@ -102,14 +102,14 @@ def apply_recomputation(module: nn.Module, blocks: Iterable[str], *, device: tor
         # An instance attribute hides the class's forward: module hooks (FSDP2's among them) stay
         # outside the recomputed part, as torch asks, and unlike a wrapper module it leaves every
         # name as it was.
-        block.forward = _RecomputedForward(block.forward, device)
+        block.forward = RecomputedForward(block.forward, device)
 
 
 def remove_recomputation(module: nn.Module) -> None:
     """Undo `apply_recomputation` on all submodules."""
     for submodule in module.modules():
         recomputed = submodule.__dict__.get("forward")
-        if isinstance(recomputed, _RecomputedForward):
+        if isinstance(recomputed, RecomputedForward):
             del submodule.__dict__["forward"]
             # the user's own instance attribute was there before
             if submodule.forward != recomputed.forward:

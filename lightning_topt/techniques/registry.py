@@ -16,6 +16,7 @@ from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import DATA_AXES, PIPELINE_AXES, TENSOR_AXES, Mesh
 from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.techniques.compilation import Compilation
 from lightning_topt.techniques.data_parallel import DataParallel
 from lightning_topt.techniques.fsdp import FullSharding, HybridSharding
 from lightning_topt.techniques.gradient_compression import GradientCompression, LocalTraining
@@ -26,7 +27,8 @@ from lightning_topt.techniques.tensor_parallelism import TensorParallelism
 
 TECHNIQUES: tuple[Technique, ...] = (
     TensorParallelism(),  # all others see the pieces
-    Recomputation(),
+    Compilation(),
+    Recomputation(),  # around what is compiled
     DataParallel(),
     OptimizerSharding(),
     GradientCompression(),
@@ -84,7 +86,7 @@ def check_runs(
             "are; leave it out"
         )
     # every entry of every block is claimed by some technique
-    names = ("recompute", "inputs", "outputs", "parameters", "sums", "gathers")
+    names = ("recompute", "compile", "inputs", "outputs", "parameters", "sums", "gathers")
     for block, config in configs.items():
         try:
             technique_of(config, mesh)
@@ -120,13 +122,16 @@ def check_blocks(configs: Mapping[str, OpConfig], module: nn.Module, *, made_for
         never_called = forward is nn.Module.forward and "forward" not in vars(modules[name])
         has_border = configs[name].inputs or configs[name].outputs
         if never_called and (
-            has_border or configs[name].recompute or configs[name].storage.sharded_axes("gradients")
+            has_border
+            or configs[name].recompute
+            or configs[name].compile
+            or configs[name].storage.sharded_axes("gradients")
         ):
             first = next((child for child, _ in modules[name].named_children()), "...")
             raise ValueError(
                 f"block {name!r} of the plan is a {type(modules[name]).__name__}, which is never "
-                "called itself: to recompute it, to shard its gradients or to split what enters "
-                f"it, name the modules in it ({name}.{first}, ...)"
+                "called itself: to recompute or compile it, to shard its gradients or to split what "
+                f"enters it, name the modules in it ({name}.{first}, ...)"
             )
     # blocks are disjoint
     inside = [(a, b) for a in names for b in names if b.startswith(a + ".")]

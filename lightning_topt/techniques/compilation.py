@@ -1,0 +1,451 @@
+"""Compiled blocks: the forward of a module through `torch.compile`, where that was measured to pay.
+
+    calls = record(module)                  of the candidates, in the step that runs next
+    ...                                     a training step
+    trials = compare(module, calls.take())  each group of equal blocks, in a copy of this process
+    compile_blocks(module, names)           `uncompile` undoes it
+
+A compiled block stays the module that it was: `forward` is replaced on the instance. Names, state
+dicts and hooks stay as they are, and recomputation and shards are around it. It runs compiled code
+for calls of the form that it was compiled for, in training. Others, evaluations among them, run as
+they are written: no new shape compiles anything. What the compiler refuses runs so as well, from
+then on. Random numbers are those of eager mode; results differ as orders of additions do.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_topt.communication.exchange_method import GradientMethod
+from lightning_topt.costs.measuring import time_once
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.recording import list_modules
+from lightning_topt.graph.structures import map_tensors, tensors_in
+from lightning_topt.techniques.recomputation import RecomputedForward
+from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
+
+LEAST_GAIN = 1.03  # eager seconds over compiled ones, from which a block is compiled
+TOLERANCE = 1e-4  # of results and gradients, relative to their largest number, in float32
+_ROUNDS, _PAIR_SECONDS = 7, 1.0
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Compilation(Technique):
+    """Blocks whose configuration says `compile`; nothing is known of their costs beforehand."""
+
+    name = "compilation"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        has_parts = mesh.tensor_axes or mesh.pipeline_axes
+        return frozenset({"compile"}) if config.compile and not has_parts else frozenset()
+
+    @override
+    def check(
+        self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: GradientMethod | None
+    ) -> None:
+        if "" in configs and configs[""].compile:
+            raise ValueError(
+                'the block "" (everything outside the named blocks) cannot be compiled'
+            )
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        blocks = model.blocks_of(self)
+        if not blocks:
+            return None
+        compile_blocks(model.module, dict.fromkeys(blocks))
+        return Applied(undo=lambda: uncompile(model.module))
+
+
+# ---- how a block runs ----------------------------------------------------------------------------
+
+
+class CompiledForward:
+    """A module's `forward`, compiled for calls of one form: that of `form`, else of its first call.
+
+    `failure` says why it no longer is, as a clause.
+    """
+
+    def __init__(self, forward: Callable[..., Any], form: object = None) -> None:
+        self.forward, self.form = forward, form
+        self.failure: str | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        if self.failure is not None or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        form = form_of((args, kwargs))
+        if self.form is None:
+            self.form = form
+        if form != self.form:
+            return self.forward(*args, **kwargs)
+        try:
+            if self._compiled is not None:
+                return self._compiled(*args, **kwargs)
+            self._compiled = _compiled(self.forward)
+            with _as_written():
+                return self._compiled(*args, **kwargs)
+        except _refusals() as error:
+            self.failure = refusal_of(error)
+            warnings.warn(
+                f"topt: a compiled block runs as it is written from now on: {self.failure}",
+                stacklevel=2,
+            )
+        # nothing has run yet: what does not compile is refused before
+        return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
+        return CompiledForward(copy.deepcopy(self.forward, memo), self.form)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledForward, (self.forward, self.form)
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # a whole graph or none; draws of eager mode
+    found: Callable[..., Any] = torch.compile(
+        forward, fullgraph=True, dynamic=False, options={"fallback_random": True}
+    )
+    return found
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    # A block is one graph under DDP too, which else makes one of each bucket. Hooks on its parts
+    # are seen, also those that come later. Compilers of C++ need no processes beside this one.
+    from torch._dynamo import config  # noqa: PLC0415  (a second to import)
+    from torch._inductor import config as inductor  # noqa: PLC0415
+
+    threads = inductor.compile_threads if torch.cuda.is_available() else 1
+    with (
+        config.patch(optimize_ddp=False, skip_nnmodule_hook_guards=False),
+        inductor.patch(compile_threads=threads),
+    ):
+        yield
+
+
+def _refusals() -> tuple[type[BaseException], ...]:
+    from torch._dynamo import exc  # noqa: PLC0415  (a second to import)
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def refusal_of(error: BaseException) -> str:
+    """Return why something does not compile, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def form_of(value: Any) -> Any:
+    """Return what compiled code depends on: shapes, strides and dtypes; other values as such."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.requires_grad
+    if isinstance(value, list | tuple):
+        return tuple([form_of(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(key, form_of(item)) for key, item in value.items()])
+    return value if isinstance(value, bool | int | float | str) else type(value)
+
+
+def compile_blocks(module: nn.Module, forms: Mapping[str, object]) -> None:
+    """Compile the named submodules for calls of these forms; None: of their first call.
+
+    What recomputes a block stays around it.
+    """
+    for name, form in forms.items():
+        holder = _holder(module.get_submodule(name))
+        holder.forward = CompiledForward(holder.forward, form)
+
+
+def uncompile(module: nn.Module) -> None:
+    """Undo `compile_blocks` on all submodules."""
+    for part in module.modules():
+        holder = _holder(part)
+        if isinstance(own := vars(holder).get("forward"), CompiledForward):
+            del holder.__dict__["forward"]
+            if getattr(holder, "forward", None) != own.forward:  # an attribute, of the user or ours
+                holder.forward = own.forward
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    own = vars(_holder(part)).get("forward")
+    return part._compiled_call_impl is not None or isinstance(own, CompiledForward)
+
+
+def _holder(block: nn.Module) -> Any:
+    # What has the forward as it is written: the block, or what recomputes it
+    own = vars(block).get("forward")
+    return own if isinstance(own, RecomputedForward) else block
+
+
+# ---- which blocks may be compiled ----------------------------------------------------------------
+
+
+def candidates(module: nn.Module) -> dict[str, list[str]]:
+    """Return the blocks to try, in groups of equal ones by the name of the first.
+
+    These are the layers of stacks, and else the outermost modules that have parts. Modules of torch
+    alone are kernels already; what the user has compiled stays as it is.
+    """
+    numbers = {part.path: part.structure for part in list_modules(module)}
+    found: dict[int, list[str]] = {}
+
+    def is_block(path: str) -> bool:
+        part = module.get_submodule(path)
+        is_kernel = type(part).__module__.startswith("torch.nn.modules") and not any(
+            True for _ in part.children()
+        )
+        is_compiled = any(map(_is_compiled, part.modules()))
+        return not (is_kernel or is_compiled or isinstance(part, _CONTAINERS))
+
+    def blocks_in(path: str) -> list[str]:
+        names = (f"{path}.{name}".lstrip(".") for name, _ in children_of(path))
+        return [name for name in names if is_block(name)]
+
+    def children_of(path: str) -> Iterable[tuple[str, nn.Module]]:
+        return module.get_submodule(path).named_children()
+
+    def has_stack(path: str) -> bool:
+        # Whether two modules in it, children of one, are alike
+        alike = [numbers[name] for name in blocks_in(path)]
+        return len(set(alike)) < len(alike) or any(
+            has_stack(f"{path}.{name}".lstrip(".")) for name, _ in children_of(path)
+        )
+
+    def visit(path: str) -> None:
+        # alike children are layers, and blocks; others are opened if there are layers in them
+        alike = Counter(numbers[name] for name in blocks_in(path))
+        for name, child in children_of(path):
+            inner = f"{path}.{name}".lstrip(".")
+            is_layer = is_block(inner) and alike[numbers[inner]] > 1
+            if isinstance(child, _CONTAINERS) or (not is_layer and has_stack(inner)):
+                visit(inner)
+            elif is_block(inner):
+                found.setdefault(numbers[inner], []).append(inner)
+
+    visit("")
+    return {names[0]: names for names in found.values()}
+
+
+# ---- what a step calls them with -----------------------------------------------------------------
+
+
+class BlockCall(NamedTuple):
+    """A call of a block in a training step.
+
+    `dtypes` are those of its parameters by name, within the call; `autocast` is None without.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtypes: dict[str, torch.dtype]
+    autocast: tuple[str, torch.dtype] | None
+
+
+class Recording:
+    """Notes a call of the first block of each group in the step that runs next."""
+
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        self._calls: dict[str, BlockCall] = {}
+        self._undo: list[Callable[[], None]] = []
+        for name in names:
+            self._watch(name, module.get_submodule(name))
+
+    def _watch(self, name: str, block: nn.Module) -> None:
+        had_own, forward = "forward" in vars(block), block.forward
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and name not in self._calls:
+                self._calls[name] = _call(block, args, kwargs)
+            return forward(*args, **kwargs)
+
+        def undo() -> None:
+            if had_own:
+                block.forward = forward
+            else:
+                del block.__dict__["forward"]
+
+        block.forward = noted
+        self._undo.append(undo)
+
+    def take(self) -> dict[str, BlockCall]:
+        """Return the calls by block; blocks are as they were again."""
+        for undo in self._undo:
+            undo()
+        return self._calls
+
+
+def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+    def kept(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    given = map_tensors((args, kwargs), kept)
+    device = next((t.device.type for t in tensors_in(given)), "cpu")
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtypes = {name: parameter.dtype for name, parameter in block.named_parameters()}
+    args, kwargs = given
+    return BlockCall(args, kwargs, dtypes, None if dtype is None else (device, dtype))
+
+
+# ---- eager against compiled ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of compiling one block: seconds of forward and backward, and of the compilation.
+
+    `refusal` says why it is not compiled, as a clause; None: it is faster.
+    """
+
+    refusal: str | None
+    eager_seconds: float = 0.0
+    compiled_seconds: float = 0.0
+    compilation_seconds: float = 0.0
+
+    @property
+    def saved_seconds(self) -> float:
+        """Of one call, forward and backward."""
+        return 0.0 if self.refusal else self.eager_seconds - self.compiled_seconds
+
+
+def compare(
+    module: nn.Module, groups: Mapping[str, Sequence[str]], calls: Mapping[str, BlockCall]
+) -> dict[str, Trial]:
+    """Compile the first block of each group that was called, and compare it with eager mode.
+
+    It changes buffers and generators, so it runs in a copy of the process. What it compiles stays
+    in the cache of the compiler, from which other processes take it.
+    """
+    found: dict[str, Trial] = {}
+    for name in calls:
+        blocks = [module.get_submodule(each) for each in groups[name]]
+        try:
+            found[name] = _compare(blocks, calls[name])
+        except Exception as error:  # whatever it is, this block stays as it is
+            found[name] = Trial(refusal_of(error))
+    return found
+
+
+def _compare(blocks: Sequence[nn.Module], call: BlockCall) -> Trial:
+    # Time a block of equal `blocks`, and run the others, which must not compile anew
+    eager = _Runner(blocks[0], call)
+    start = perf_counter()
+    compiled = _Runner(blocks[0], call, compiled=True)
+    expected, found = eager.results(), compiled.results()
+    compilation = perf_counter() - start
+    if compiled.failure:
+        return Trial(compiled.failure)
+    if difference := _difference(expected, found):
+        return Trial(f"its results differ from those of eager mode by {difference:.0e}")
+    # in pairs, so that both meet the same machine
+    pairs: list[tuple[float, float]] = []
+    until = perf_counter() + _PAIR_SECONDS
+    while len(pairs) < 3 or (len(pairs) < _ROUNDS and perf_counter() < until):
+        pairs.append((eager.seconds(), compiled.seconds()))
+    one, other = (statistics.median(times) for times in zip(*pairs, strict=True))
+    trial = Trial(None, one, other, compilation)
+    if one < LEAST_GAIN * other:
+        return Trial(f"compiled it takes {other / one:.2f} of the time", one, other, compilation)
+    for block in blocks[1:]:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            again = _Runner(block, call, compiled=True)
+            again.results()
+        if again.failure:
+            return Trial(f"equal blocks do not share compiled code ({again.failure})", one, other)
+    return trial
+
+
+class _Runner:
+    # Runs a block, forward and backward, on copies of the inputs of a call
+
+    def __init__(self, block: nn.Module, call: BlockCall, *, compiled: bool = False) -> None:
+        _give_values(block, call.dtypes)
+        self._block, self._call = block, call
+        forward = _holder(block).forward
+        self._forward = CompiledForward(forward) if compiled else forward
+        devices = [tensor.device for tensor in tensors_in(call[:2])]
+        self._device = devices[0] if devices else torch.device("cpu")
+        self._gradients: list[Tensor] | None = None
+
+    @property
+    def failure(self) -> str | None:
+        own = self._forward
+        return own.failure if isinstance(own, CompiledForward) else None
+
+    def results(self) -> list[Tensor]:
+        """Return outputs and gradients of a run, always with the same random numbers."""
+        torch.manual_seed(0)
+        given = map_tensors(
+            (self._call.args, self._call.kwargs),
+            lambda t: t.detach().clone().requires_grad_(t.requires_grad),
+        )
+        trained: list[Tensor] = [p for p in self._block.parameters() if p.requires_grad]
+        trained += [tensor for tensor in tensors_in(given) if tensor.requires_grad]
+        with _autocast(self._call.autocast), torch.enable_grad():
+            # an operator in front: a block may change its input in place
+            args, kwargs = map_tensors(given, lambda t: t * 1 if t.requires_grad else t)
+            made = [*tensors_in(self._forward(*args, **kwargs))]
+        wanted = [tensor for tensor in made if tensor.requires_grad]
+        if not wanted:
+            return [tensor.detach() for tensor in made]
+        if self._gradients is None:
+            self._gradients = [torch.randn_like(tensor) for tensor in wanted]
+        gradients = torch.autograd.grad(wanted, trained, self._gradients, allow_unused=True)
+        return [t.detach() for t in made] + [t for t in gradients if t is not None]
+
+    def seconds(self) -> float:
+        """Return the seconds of a run."""
+        return time_once(self.results, device=self._device)
+
+
+def _give_values(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    # Shards become whole parameters of any values, as within a step
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    for name, parameter in [*block.named_parameters()]:
+        if isinstance(parameter, DTensor):
+            values = torch.empty(
+                parameter.shape, dtype=dtypes[name], device=parameter.device
+            ).normal_(0, 0.02)
+            path, _, last = name.rpartition(".")
+            whole = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            block.get_submodule(path)._parameters[last] = whole
+
+
+@contextmanager
+def _autocast(how: tuple[str, torch.dtype] | None) -> Iterator[None]:
+    if how is None:
+        yield
+        return
+    with torch.autocast(how[0], how[1]):
+        yield
+
+
+def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float | None:
+    # The largest difference, relative to the largest number of a tensor, if it is too large
+    if [t.shape for t in expected] != [t.shape for t in found]:
+        return 1.0
+    largest = 0.0
+    for one, other in zip(expected, found, strict=True):
+        if not one.numel():
+            continue
+        scale = TOLERANCE if one.dtype in (torch.float32, torch.float64) else 0.05
+        bound = scale * max(float(one.abs().max()), 1e-6)
+        error = float((one.float() - other.float()).abs().max())
+        if not error <= bound:
+            largest = max(largest, error / bound * scale)
+    return largest or None

@@ -34,8 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory-limit")
     parser.add_argument("--objective")
     parser.add_argument("--plan", help="a file, a name, or a mapping as JSON")
-    parser.add_argument("--allow-compression", help="methods, with commas between")
-    parser.add_argument("--allow-staleness", type=int, default=0)
+    parser.add_argument("--allow", type=json.loads, default=[], help="as JSON")
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=640)
     parser.add_argument("--heads", type=int, default=10)
@@ -96,10 +95,7 @@ def main() -> None:
             memory_limit=options.memory_limit,
             objective=options.objective,
             plan=json.loads(options.plan) if is_mapping else options.plan,
-            allow_compression=options.allow_compression.split(",")
-            if options.allow_compression
-            else False,
-            allow_staleness=bool(options.allow_staleness),
+            allow=options.allow,
         )
     else:
         strategy = DDPStrategy()

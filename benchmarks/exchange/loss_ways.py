@@ -53,7 +53,6 @@ from lightning_topt.plan.explanation import price_plan
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.lost_ranks import destroy_process_group
-from lightning_topt.weight_prediction import make_prediction
 
 NODES, LOCAL = 2, 2
 RANKS = NODES * LOCAL
@@ -332,8 +331,7 @@ def strategy_of(way: Way) -> L.pytorch.strategies.DDPStrategy:
         return LocalStepsStrategy(way.method)
     return AutoParallelStrategy(
         plan=replace(plan_of(way), batch_size=None),
-        allow_compression=False if way.method is None else [way.method["method"]],
-        allow_staleness=False if way.rule is None else make_prediction(way.rule),
+        allow={"local_steps" if way.is_local else "compression": way.method, "staleness": way.rule},
     )
 
 

@@ -170,7 +170,7 @@ def searched_options(setting: Setting, technique: str) -> dict[str, Any]:
     """
     wanted = dict(SEARCHED[technique])
     stale = wanted.get("schedule") == "continuous"
-    options: dict[str, Any] = {"allow-staleness": int(stale)}
+    options: dict[str, Any] = {"allow": json.dumps(["staleness"] if stale else [])}
     if (preset := wanted.pop("preset", None)) is not None:
         options |= GIVEN
         data, options["plan"] = 1, preset
@@ -204,8 +204,8 @@ def measure(
             if technique in SEARCHED:
                 add(searched_row(name, technique, job(**searched_options(setting, technique))))
                 continue
-            methods = ",".join(COMPRESSED) if ", " in technique else ""
-            allowed = {"allow-compression": methods} if methods else {}
+            methods = json.dumps({"compression": COMPRESSED}) if ", " in technique else ""
+            allowed = {"allow": methods} if methods else {}
             if methods not in frontiers:
                 frontiers[methods] = searched_frontier(job, Path(folder), **allowed)
             point = uniform_of(frontiers[methods], technique)

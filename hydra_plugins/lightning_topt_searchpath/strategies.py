@@ -35,12 +35,11 @@ class AutoParallelConfig:
     # plans whose times differ by at most this share count as equally fast; 0: the fastest alone;
     # null: by what the ratio of two predictions may be off
     equal_within: float | None = None
-    # true, or methods such as [topk, {method: topk, density: 0.1}]: plans may send gradients
-    # compressed; null: no, but with the objective time_to_loss all that was measured
-    allow_compression: Any = None
-    # true, or a rule such as spectrain: pipelines may never flush, and compute with weights that
-    # miss updates
-    allow_staleness: Any = False
+    # what plans may change: compression (of gradients), local_steps (ranks train alone), staleness
+    # (pipelines never flush): a name, a list, or names with options such as
+    # {compression: [topk], staleness: spectrain}; null: nothing, but with the objective
+    # time_to_loss what was measured of compression and local steps
+    allow: Any = None
     checkpoint: str = "full"  # or sharded: a folder to which every rank writes what it keeps
     # a safetensors file or a folder of them, for a model on the meta device; {net: folder}
     first_values: Any = None

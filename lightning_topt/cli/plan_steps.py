@@ -329,12 +329,12 @@ class SearchedPipelines:
         """
         wanted = self.wanted
         # not allowed: then none may be asked for
-        if not request.stale.allowed:
+        if not request.allowed.staleness:
             if wanted is not None and wanted.schedule in CONTINUOUS_SCHEDULES:
                 raise ValueError(
                     f"the schedule {wanted.schedule!r} changes the training: stages compute with "
-                    "weights that miss updates. To search it, add strategy.allow_staleness=true, "
-                    "or the rule that predicts them, such as spectrain"
+                    "weights that miss updates. To search it, add strategy.allow=staleness, "
+                    "or the rule that predicts them (strategy.allow={staleness:spectrain})"
                 )
             return None
         # allowed: then continuous schedules, which split no parameters, must be searched
@@ -344,8 +344,8 @@ class SearchedPipelines:
             or not wanted.takes(1)
         ):
             raise ValueError(
-                "strategy.allow_staleness is for pipelines that never flush, which are not "
-                "searched here: leave it out"
+                "strategy.allow has staleness, which is for pipelines that never flush, and these "
+                "are not searched here: leave it out"
             )
         # the rule that predicts weights follows from the optimizer
         optimizers, _ = make_fake_optimizers(module, device=torch.device("cpu"))
@@ -355,7 +355,7 @@ class SearchedPipelines:
                 f"{len(optimizers)}"
             )
         rule = functools.partial(
-            rule_for, optimizers[0], request.stale.prediction, accumulate=accumulate
+            rule_for, optimizers[0], request.allowed.rule, accumulate=accumulate
         )
         rule()  # one that does not know the optimizer is refused before the search
         return StaleWeights(lambda flight: rule(flight=flight), accumulate)
@@ -460,12 +460,12 @@ class SearchedMeshes:
             raise ValueError(
                 "topt plan searches what rows of stages exchange, and takes nothing given beside a "
                 "mesh: leave out gradient_exchange; or leave out the mesh, and say "
-                "strategy.allow_compression. topt train takes them as they are"
+                "strategy.allow=compression. topt train takes them as they are"
             )
-        if request.allowed.candidates or request.allowed.local_steps:
+        if request.allowed.changes_exchange:
             raise ValueError(
-                "on a given mesh gradients are exchanged as they are: leave out allow_compression, "
-                "or mesh"
+                "on a given mesh gradients are exchanged as they are: leave out mesh, or "
+                "compression and local_steps in strategy.allow"
             )
         on = given if isinstance(given, PipelinePlan) else None
         pipelines = SearchedPipelines.read(config, on=on, has_mesh=True)

@@ -21,7 +21,7 @@
     __init__ of the package, and of       its class among the public names
       `communication`
 
-Strategies and plans then take it by its name. ``allow_compression=True`` searches nothing but
+Strategies and plans then take it by its name. ``allow="compression"`` searches nothing but
 `plugins.plan_request.default_candidates`, and under Adam those of them alone whose
 `steps_under_adam` the training has; other methods are searched where they are named. A method that
 averages parameters is a `LocalMethod`; `methods/local_steps.py` is the example.

@@ -46,13 +46,7 @@ from lightning_topt.plugins.data_parallel_hooks import (
 from lightning_topt.plugins.microbatches import MicrobatchLoss, check_microbatch_loss
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
 from lightning_topt.plugins.plan_options import PipelinePlan
-from lightning_topt.plugins.plan_request import (
-    Allow,
-    AllowStaleness,
-    check_values,
-    needs_plan,
-    read_request,
-)
+from lightning_topt.plugins.plan_request import Allow, check_values, needs_plan, read_request
 from lightning_topt.plugins.plan_run import PlanRun, run_options
 from lightning_topt.plugins.shared_updates import Hint, SharedUpdates
 from lightning_topt.techniques.ddp_wrapper import wrap_in_ddp
@@ -112,18 +106,23 @@ class AutoParallelStrategy(DataParallelHooks):
         equal_within: share within which predicted times count as equally fast; 0 chooses the
             fastest. None: what the ratio of two predictions may be off by (docs/concepts/
             plan_and_frontier.md).
-        allow_compression: whether a plan, searched or given, may exchange gradients compressed:
-            another training, whose time per step is predicted, not its time to a given loss. True:
-            searches bf16, top-k (1 %) and top-k in 2 bits too, those that hold for the optimizer
-            (docs/concepts/compression_quality.md). A method such as ``TopK(density=0.001)``, a
-            name, a mapping such as ``{"method": "topk", "density": 0.001}``, or a list of these:
-            searches those. With the objective ``"time_to_loss"`` local steps may be among them
-            (``LocalSteps``, ``SparseLoCo``), whose ranks train alone and meet once in many steps.
-            None: nothing; with that objective all ways whose steps were measured with as many ranks
-            and this optimizer.
-        allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline
-            that never flushes: passes compute with weights that miss some updates. True, or the
-            rule that predicts them, such as ``"spectrain"``.
+        allow: what a plan, searched or given, may change beyond speed and memory. A name, a list of
+            names, or a mapping from names to options, of which True is that of a name alone:
+
+            - ``"compression"``: gradients may be exchanged compressed, another training whose time
+              per step is predicted, not its time to a given loss. True: bf16, top-k (1 %) and top-k
+              in 2 bits are searched, those that hold for the optimizer
+              (docs/concepts/compression_quality.md). Or a method such as ``TopK(density=0.001)``, a
+              name, ``{"method": "topk", "density": 0.001}``, or a list of these: those.
+            - ``"local_steps"``: ranks may train alone and meet once in many steps. They are
+              searched with the objective ``"time_to_loss"``. True: those whose steps were measured.
+              Or methods, as above (``LocalSteps``, ``SparseLoCo``): those.
+            - ``"staleness"``: a plan with stages, searched on a mesh or given, may be a pipeline
+              that never flushes: passes compute with weights that miss some updates. True, or the
+              rule that predicts them, such as ``"spectrain"``.
+
+            ``[]``: nothing. None: nothing; with the objective ``"time_to_loss"`` all compression
+            and local steps that were measured with as many ranks and this optimizer.
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole
             state; ``"sharded"`` a folder, to which every rank writes what it keeps. Both are
             loaded, under any plan and number of ranks.
@@ -170,8 +169,7 @@ class AutoParallelStrategy(DataParallelHooks):
         memory_margin: float | None = None,
         confidence: float = LEVEL,
         equal_within: float | None = None,
-        allow_compression: Allow = None,
-        allow_staleness: AllowStaleness = False,
+        allow: Allow = None,
         checkpoint: str = "full",
         first_values: FirstValues = None,
         microbatch_loss: MicrobatchLoss = "mean",
@@ -193,8 +191,7 @@ class AutoParallelStrategy(DataParallelHooks):
             memory_margin=memory_margin,
             confidence=confidence,
             equal_within=equal_within,
-            allow_compression=allow_compression,
-            allow_staleness=allow_staleness,
+            allow=allow,
             first_values=first_values,
             ddp_kwargs=self._ddp_kwargs,
             has_hook=self._ddp_comm_hook is not None,
@@ -207,7 +204,7 @@ class AutoParallelStrategy(DataParallelHooks):
         if elastic:
             plugins.check_elastic(
                 checkpoint=checkpoint != "full",
-                allow_staleness=allow_staleness is not False,
+                staleness=bool(self.request.allowed.staleness),
                 start_method=self._start_method != "popen",
             )
             self._elastic = plugins.ElasticRun(

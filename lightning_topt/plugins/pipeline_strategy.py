@@ -82,8 +82,7 @@ class PipelineStrategy(AutoParallelStrategy):
             "memory_margin",
             "confidence",
             "equal_within",
-            "allow_compression",
-            "allow_staleness",
+            "allow",
         ):
             if name in ddp_options:
                 raise TypeError(
@@ -100,12 +99,11 @@ class PipelineStrategy(AutoParallelStrategy):
             prediction=rule_from_value(prediction),
             gradient_exchange=exchange,
         )
-        stale, exchange = schedule in CONTINUOUS_SCHEDULES, given.gradient_exchange
+        stale = schedule in CONTINUOUS_SCHEDULES
         super().__init__(
             plan=given,
             # what is asked for is allowed
-            allow_staleness=stale,
-            allow_compression=False if exchange is None else [exchange],
+            allow={"compression": given.gradient_exchange, "staleness": stale},
             microbatch_loss=microbatch_loss,
             cluster=cluster,
             checkpoint=checkpoint,

@@ -13,12 +13,12 @@
 Plans that are searched, have stages, or are given by name for blocks, need a traced step
 (`needs_batch`).
 
-Two options change the training, so that they need the user's word:
+What else changes the training needs the user's word, the option `allow`. `Allowed` reads it, checks
+a given plan against it, and says what a search may try:
 
-    AllowedExchanges   gradients may travel compressed (`allow_compression`)
-    AllowedStaleness   stages may run without flush (`allow_staleness`)
-
-Each knows how to read its option, checks a given plan against it, and says what this run can have.
+    compression   gradients may travel compressed
+    local_steps   ranks may train alone for some steps
+    staleness     stages may run without flush
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning
 import lightning.pytorch as pl
@@ -40,14 +41,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt import communication
+from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.collectives import check_equal_on_ranks
 from lightning_topt.communication.exchange_method import (
     GRADIENT_DTYPES,
     ByNodes,
-    ExchangeMethod,
     GradientMethod,
     LocalMethod,
-    method_classes,
     read_method,
 )
 from lightning_topt.communication.topology import Topology
@@ -78,17 +78,9 @@ if TYPE_CHECKING:
     from lightning_topt.plan.step_factors import StepTable
 
 
-Allow = (
-    None
-    | bool
-    | str
-    | Mapping[str, Any]
-    | ExchangeMethod
-    | Sequence[str | Mapping[str, Any] | ExchangeMethod]
-)
+Allow = None | str | Sequence[str] | Mapping[str, Any]
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # autocast, by precision
 SEARCH = "search"  # as a plan: all that keep the loss curve are searched
-AllowStaleness = bool | str | Mapping[str, Any] | Prediction
 
 
 @dataclass(frozen=True)
@@ -113,15 +105,14 @@ class PlanRequest:
     confidence: float = LEVEL
     equal_within: float | None = None
     only_replicated: bool = False
-    allowed: AllowedExchanges = field(default_factory=lambda: AllowedExchanges())
+    allowed: Allowed = field(default_factory=lambda: Allowed())
     own_hook: bool = False
-    stale: AllowedStaleness = field(default_factory=lambda: AllowedStaleness())
     gradients_are_views: bool | None = None
     first_values: FirstValues = None
 
     def __post_init__(self) -> None:
         exchange = None
-        self.stale.check(self.plan)
+        self.allowed.check_staleness(self.plan)
         if self.memory_limit is not None and _is_fixed(self.plan):
             raise ValueError(
                 "memory_limit chooses among plans that are searched, and this plan runs as it is: "
@@ -130,30 +121,29 @@ class PlanRequest:
             )
         if isinstance(self.plan, ParallelPlan | PipelinePlan):
             exchange = self.plan.gradient_exchange
-            self.allowed.check(self.plan)
-        named = (*self.allowed.candidates, *self.allowed.local_steps)
+            self.allowed.check_exchange(self.plan)
+        named = self.allowed.changes_exchange
         has_own = isinstance(self.plan, PipelinePlan) and self.plan.gradient_exchange is not None
         if isinstance(self.plan, MeshPlan | PipelinePlan) and named and not has_own:
             raise ValueError(
-                "on a given mesh and in a pipeline no exchange is searched: leave out "
-                "allow_compression or plan, or give a pipeline its gradient_exchange"
+                "on a given mesh and in a pipeline no exchange is searched: allow neither "
+                "compression nor local_steps, or give a pipeline its gradient_exchange"
             )
         if self.own_hook and (exchange is not None or named):
             raise ValueError(
                 "a plan's gradient exchange would replace your communication hook: leave out "
-                "ddp_comm_hook and mixed_precision, or allow_compression and the plan's "
-                "gradient_exchange"
+                "ddp_comm_hook and mixed_precision, or the plan's gradient_exchange, compression "
+                "and local_steps"
             )
 
     def check_local_steps(self) -> None:
         """Raise ValueError where local steps are searched, and seconds per step are compared."""
-        searched = self.allowed.local_steps if self.plan is None else ()
+        searched = self.plan is None and self.allowed.local_steps
         if searched and self.objective != TIME_TO_LOSS:
-            names = ", ".join(method.name for method in self.allowed.local_steps)
             raise ValueError(
-                f"allow_compression has local steps ({names}): another training, whose steps are "
-                'nearly always faster and of which more are needed. Say objective="time_to_loss", '
-                "which counts these, or use LocalStepsStrategy"
+                "allow has local_steps: another training, whose steps are nearly always faster and "
+                'of which more are needed. Say objective="time_to_loss", which counts these, or '
+                "use LocalStepsStrategy"
             )
 
     def margin_on(self, cluster: Cluster | None) -> float:
@@ -185,8 +175,7 @@ class PlanRequest:
     @property
     def changes_exchange(self) -> bool:
         """Whether a search may choose another exchange of gradients, or local steps."""
-        allowed = self.allowed
-        return bool(allowed.candidates or allowed.local_steps) or self.objective == TIME_TO_LOSS
+        return self.allowed.changes_exchange or self.objective == TIME_TO_LOSS
 
     @property
     def must_be_planned(self) -> bool:
@@ -251,8 +240,7 @@ def read_request(
     memory_margin: float | None,
     confidence: float,
     equal_within: float | None,
-    allow_compression: Allow,
-    allow_staleness: AllowStaleness,
+    allow: Allow,
     first_values: FirstValues,
     ddp_kwargs: Mapping[str, Any],
     has_hook: bool,
@@ -285,8 +273,7 @@ def read_request(
         confidence=confidence,
         equal_within=equal_within,
         only_replicated=bool(ddp_kwargs) or has_hook,
-        allowed=AllowedExchanges.read(allow_compression),
-        stale=AllowedStaleness.read(allow_staleness),
+        allowed=Allowed.read(allow),
         own_hook=has_hook or ddp_kwargs.get("mixed_precision") is not None,
         gradients_are_views=ddp_kwargs.get("gradient_as_bucket_view"),
         first_values=first_values,
@@ -353,7 +340,7 @@ def _is_fixed(plan: GivenPlan | None) -> bool:
     )
 
 
-# ---- compressed exchanges ------------------------------------------------------------------------
+# ---- what a fit may change -----------------------------------------------------------------------
 
 
 def default_candidates() -> tuple[GradientMethod, ...]:
@@ -363,72 +350,77 @@ def default_candidates() -> tuple[GradientMethod, ...]:
 
 
 @dataclass(frozen=True)
-class AllowedExchanges:
-    """The gradient exchanges that plans may have, and the local steps.
+class Allowed:
+    """What a fit may change beyond speed and memory, one entry for each name of `CHANGES`.
 
-    `candidates` are searched, besides plain gradients, and `local_steps`, where the time to a loss
-    is the objective; plans that are given may have `methods`. With `only_what_holds` those of the
-    candidates are searched that hold for the module's optimizer. `is_given` says whether the user
-    said anything: if not, and the time to a loss is the objective, all is searched that the table
-    of step factors knows of the run's optimizer and number of ranks.
+    `is_given` says whether the user said anything. If not, and the time to a loss is the objective,
+    all is searched that the table of step factors knows of the run's optimizer and ranks.
+
+    Args:
+        compression: gradient exchanges that are searched beside plain gradients, and that given
+            plans may have. True: those of `default_candidates` that hold for the module's optimizer
+            are searched, and given plans may have any.
+        local_steps: the same of local steps, searched where the time to a loss is the objective.
+            True: those of the table are searched.
+        staleness: whether stages may run without flush; a rule: with this one for their weights.
     """
 
-    candidates: tuple[GradientMethod, ...] = ()
-    methods: tuple[str, ...] = ()
-    only_what_holds: bool = False
-    local_steps: tuple[LocalMethod, ...] = ()
+    compression: Literal[True] | tuple[GradientMethod, ...] = ()
+    local_steps: Literal[True] | tuple[LocalMethod, ...] = ()
+    staleness: bool | Prediction = False
     is_given: bool = True
 
     @classmethod
-    def read(cls, allow: Allow) -> AllowedExchanges:
-        """Read what `allow_compression` says.
+    def read(cls, allow: Allow) -> Allowed:
+        """Read the option `allow`: None, a name, a list of names, or names with their options.
 
-        That is None; False; True; any of the forms of `read_method`; or several of these. True
-        searches those of `default_candidates` that hold for the module's optimizer, and lets a
-        given plan have any method. Raises ValueError that names the entry.
+        Raises ValueError for a name that there is not, and one that shows a wrong option.
         """
         if allow is None:
             return cls(is_given=False)
-        if isinstance(allow, bool):
-            return (
-                cls(default_candidates(), tuple(method_classes()), only_what_holds=True)
-                if allow
-                else cls()
-            )
-        several = isinstance(allow, Sequence) and not isinstance(allow, str)
-        entries = allow if several else [allow]
-        found = [*dict.fromkeys(_read_exchange(entry) for entry in entries)]  # type: ignore[union-attr]
-        if not found:
-            raise ValueError(
-                "allow_compression is an empty list: name an exchange, or set it to false or true"
-            )
-        return cls(
-            tuple(method for method in found if isinstance(method, GradientMethod)),
-            tuple(dict.fromkeys(method.name for method in found)),
-            local_steps=tuple(method for method in found if isinstance(method, LocalMethod)),
-        )
+        named = [(name, True) for name in _listed(allow)]
+        found = {}
+        for name, option in allow.items() if isinstance(allow, Mapping) else named:
+            reader = CHANGES[check_choice(name, name="an entry of allow", allowed=CHANGES)]
+            try:
+                if option:  # others, such as False, allow nothing
+                    found[name] = option is True or reader(option)
+            except ValueError as error:
+                raise ValueError(f"allow={shown({name: option})}: {error}") from error
+        return cls(**found)
+
+    @property
+    def changes_exchange(self) -> bool:
+        """Whether gradients may be exchanged in another way, or ranks train alone."""
+        return bool(self.compression or self.local_steps)
+
+    @property
+    def rule(self) -> Prediction | None:
+        """The rule for stale weights; None: the optimizer's default."""
+        return self.staleness if isinstance(self.staleness, Prediction) else None
 
     def held(self, optimizer: OptimizerProfile, *, steps: float) -> tuple[GradientMethod, ...]:
-        """Return the candidates to search for a training of so many `steps`.
+        """Return the gradient exchanges to search for a training of so many `steps`.
 
         Messages say which are left out, and what others need.
         """
-        if not self.only_what_holds or not optimizer.adaptive:
-            return self.candidates
+        if self.compression is not True:
+            return self.compression
+        candidates = default_candidates()
+        if not optimizer.adaptive:
+            return candidates
         # Methods are known to hold under Adam from some number of steps on.
         held = tuple(
-            m
-            for m in self.candidates
-            if m.steps_under_adam is not None and m.steps_under_adam <= steps
+            m for m in candidates if m.steps_under_adam is not None and m.steps_under_adam <= steps
         )
-        for method in self.candidates:
+        for method in candidates:
             if method not in held:
                 least = method.steps_under_adam
                 which = "training" if least is None else f"fewer than {least} steps"
                 rank_zero_info(
                     f"topt: {method.words} was not searched: {which} with {optimizer.name} may end "
                     "worse under it (docs/concepts/compression_quality.md): "
-                    f"allow_compression=[{method.name!r}] searches it all the same"
+                    f"allow={{'compression': [{method.name!r}]}} searches it all the same"
                 )
             elif needs := method.needs_under_adam:
                 rank_zero_info(
@@ -437,23 +429,99 @@ class AllowedExchanges:
                 )
         return held
 
-    def check(self, plan: ParallelPlan | PipelinePlan) -> None:
-        """Raise PlanError where `plan` compresses gradients in a way that is not allowed."""
+    def check_exchange(self, plan: ParallelPlan | PipelinePlan) -> None:
+        """Raise PlanError where `plan` compresses gradients in a way that is not allowed.
+
+        Also where its ranks train alone.
+        """
         exchange = plan.gradient_exchange
         local = plan.local_steps if isinstance(plan, ParallelPlan) else None
-        if local is not None and local.name not in self.methods:
+        for method, name, allowed, does, entry in (
+            (
+                None if exchange is None or exchange.is_exact else exchange,
+                "compression",
+                self.compression,
+                "this plan sends gradients compressed",
+                "gradient_exchange",
+            ),
+            (
+                local,
+                "local_steps",
+                self.local_steps,
+                "the ranks of this plan train alone",
+                "local_steps",
+            ),
+        ):
+            if method and allowed is not True and method.name not in [m.name for m in allowed]:
+                raise PlanError(
+                    f"{does} ({method.words}), which changes the training. To run it, say "
+                    f"allow={name!r}, or {{{name!r}: [{method.name!r}]}}; or remove {entry} from "
+                    "the plan"
+                )
+
+    def check_staleness(self, plan: GivenPlan | None) -> None:
+        """Raise PlanError for a plan without flush where that is not allowed.
+
+        ValueError where nothing is left to be allowed.
+        """
+        # What is not allowed.
+        schedule = plan.schedule if isinstance(plan, ParallelPlan | PipelinePlan) else None
+        if schedule in CONTINUOUS_SCHEDULES and not self.staleness:
             raise PlanError(
-                f"the ranks of this plan train alone ({local.words}), which changes the training. "
-                f"To run it, say allow_compression=True, or {[local.name]}; or remove local_steps "
-                "from the plan"
+                f"this plan's stages never wait for an update (schedule {schedule!r}), and compute "
+                "with weights that miss some, which changes the training. To run it, say "
+                "allow='staleness'; or choose another schedule"
             )
-        if exchange is None or exchange.is_exact or exchange.name in self.methods:
+        if not self.staleness or plan is None:
             return
-        raise PlanError(
-            f"this plan sends gradients compressed ({exchange.words}), which changes the training. "
-            f"To run it, say allow_compression=True, or {[exchange.name]}; or remove "
-            "gradient_exchange from the plan"
-        )
+        # What is allowed, but excluded by the plan.
+        if isinstance(plan, PipelinePlan) and schedule in (None, *CONTINUOUS_SCHEDULES):
+            if dict(plan.sizes or ()).get("tensor", 1) > 1:
+                raise ValueError(
+                    f"the search takes the schedules {' and '.join(CONTINUOUS_SCHEDULES)} beside "
+                    "an axis 'data' alone: leave out the axis 'tensor', or staleness in allow"
+                )
+            return
+        if not isinstance(plan, ParallelPlan) or schedule not in CONTINUOUS_SCHEDULES:
+            named = "the mesh" if isinstance(plan, MeshPlan) else "the plan"
+            raise ValueError(
+                f"staleness in allow is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, "
+                f"which {named} excludes: leave out one of them"
+            )
+        # Two rules that contradict each other.
+        own = plan.weight_prediction
+        if self.rule is not None and own is not None and own != self.rule:
+            raise ValueError(
+                f"the plan predicts weights by {own.name!r}, and allow names another rule: say "
+                "allow='staleness', or change the plan's prediction"
+            )
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    return value if several else [value]
+
+
+def _read_methods(name: str, option: Any) -> tuple[Any, ...]:
+    # The methods that an option names, in any of the forms of `read_method`
+    methods = [*map(read_method, _listed(option))]
+    for method in methods:
+        place = "local_steps" if isinstance(method, LocalMethod) else "compression"
+        if place != name:
+            raise ValueError(f"{method.name} belongs under {place!r}")
+    read = read_local_steps if name == "local_steps" else read_exchange
+    return tuple(dict.fromkeys(map(read, methods)))
+
+
+# What `allow` may name, and how options but True are read; the fields of `Allowed`.
+CHANGES: Mapping[str, Callable[[Any], Any]] = {
+    "compression": partial(_read_methods, "compression"),
+    "local_steps": partial(_read_methods, "local_steps"),
+    "staleness": rule_from_value,
+}
+
+
+# ---- gradient exchanges and local steps ----------------------------------------------------------
 
 
 def ways_of_run(
@@ -492,17 +560,15 @@ def allowed_ways(
     Raises ValueError for local steps where seconds per step are compared.
     """
     request.check_local_steps()
-    allowed = request.allowed
-    if allowed.is_given or request.objective != TIME_TO_LOSS:
-        held = allowed.held(optimizer, steps=steps_of_fit(trainer))
-        return [*held], [*allowed.local_steps]
-    if request.own_hook:
-        return [], []
-    known = step_table_of(trainer).methods(optimizer.name, ranks=ranks)
-    return (
-        [method for method in known if isinstance(method, GradientMethod)],
-        [method for method in known if isinstance(method, LocalMethod)],
-    )
+    exchanges = request.allowed.held(optimizer, steps=steps_of_fit(trainer))
+    local_steps = request.allowed.local_steps
+    is_open = request.objective == TIME_TO_LOSS and not request.allowed.is_given
+    if local_steps is True or (is_open and not request.own_hook):
+        known = step_table_of(trainer).methods(optimizer.name, ranks=ranks)
+        local_steps = tuple(method for method in known if isinstance(method, LocalMethod))
+        if is_open:
+            exchanges = tuple(method for method in known if isinstance(method, GradientMethod))
+    return [*exchanges], [*local_steps]
 
 
 def step_table_of(trainer: pl.Trainer) -> StepTable:
@@ -562,79 +628,7 @@ def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer, request: Plan
             )
 
 
-def _read_exchange(entry: Any) -> GradientMethod | LocalMethod:
-    try:
-        if isinstance(method := read_method(entry), LocalMethod):
-            return read_local_steps(method)
-        return read_exchange(method)
-    except ValueError as error:
-        raise ValueError(f"allow_compression: {entry!r}: {error}") from error
-
-
 # ---- continuous pipelines ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AllowedStaleness:
-    """Whether continuous pipelines are `allowed`, and with which rule of weights.
-
-    `prediction` None: the optimizer's default.
-    """
-
-    allowed: bool = False
-    prediction: Prediction | None = None
-
-    @classmethod
-    def read(cls, allow: AllowStaleness) -> AllowedStaleness:
-        """Read what `allow_staleness` says: False, True, or a rule.
-
-        Raises ValueError for anything else.
-        """
-        if isinstance(allow, bool):
-            return cls(allow)
-        try:
-            return cls(True, rule_from_value(allow))
-        except ValueError as error:
-            raise ValueError(
-                f"allow_staleness is true, false or a rule of weights: {error}"
-            ) from error
-
-    def check(self, plan: GivenPlan | None) -> None:
-        """Raise PlanError for a plan that needs to be allowed and is not.
-
-        ValueError where nothing is left to be allowed.
-        """
-        # What is not allowed.
-        schedule = plan.schedule if isinstance(plan, ParallelPlan | PipelinePlan) else None
-        if schedule in CONTINUOUS_SCHEDULES and not self.allowed:
-            raise PlanError(
-                f"this plan's stages never wait for an update (schedule {schedule!r}), and compute "
-                "with weights that miss some, which changes the training. To run it, say "
-                "allow_staleness=True; or choose another schedule"
-            )
-        if not self.allowed or plan is None:
-            return
-        # What is allowed, but excluded by the plan.
-        if isinstance(plan, PipelinePlan) and schedule in (None, *CONTINUOUS_SCHEDULES):
-            if dict(plan.sizes or ()).get("tensor", 1) > 1:
-                raise ValueError(
-                    f"the search takes the schedules {' and '.join(CONTINUOUS_SCHEDULES)} beside "
-                    "an axis 'data' alone: leave out the axis 'tensor', or allow_staleness"
-                )
-            return
-        if not isinstance(plan, ParallelPlan) or schedule not in CONTINUOUS_SCHEDULES:
-            named = "the mesh" if isinstance(plan, MeshPlan) else "the plan"
-            raise ValueError(
-                f"allow_staleness is for the schedules {' and '.join(CONTINUOUS_SCHEDULES)}, which "
-                f"{named} excludes: leave out one of them"
-            )
-        # Two rules that contradict each other.
-        own = plan.weight_prediction
-        if self.prediction is not None and own is not None and own != self.prediction:
-            raise ValueError(
-                f"the plan predicts weights by {own.name!r}, and allow_staleness names another "
-                "rule: say allow_staleness=True, or change the plan's prediction"
-            )
 
 
 def rule_for(
@@ -673,11 +667,7 @@ def check_flight(plan: ParallelPlan, trainer: pl.Trainer) -> None:
 
 
 def with_rule(
-    plan: ParallelPlan,
-    optimizers: Sequence[Optimizer],
-    allowed: AllowedStaleness,
-    *,
-    accumulate: int,
+    plan: ParallelPlan, optimizers: Sequence[Optimizer], allowed: Allowed, *, accumulate: int
 ) -> ParallelPlan:
     """Return `plan`, a continuous pipeline, with its rule of weights.
 
@@ -691,7 +681,7 @@ def with_rule(
     try:
         rule = rule_for(
             optimizers[0],
-            plan.weight_prediction or allowed.prediction,
+            plan.weight_prediction or allowed.rule,
             flight=plan.in_flight,
             accumulate=accumulate,
         )

@@ -141,9 +141,9 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
     module, world_size = trainer.lightning_module, dist.get_world_size()
     plain = uniform_plan(0, data_parallel_size=world_size)
     given: GivenPlan | None = request.plan
-    if request.stale.allowed and given is None:
+    if request.allowed.staleness and given is None:
         raise ValueError(
-            "allow_staleness is for pipelines whose ranks get the same batches: give a mesh, "
+            "allow='staleness' is for pipelines whose ranks get the same batches: give a mesh, "
             'plan={"mesh": {"pipeline": 2}}, or use PipelineStrategy(schedule="continuous")'
         )
     is_unseen = any(map(is_compiled, module.modules()))
@@ -536,7 +536,7 @@ def _checked_on_every_rank(
             trainer.lightning_module, device=trainer.strategy.root_device
         )
         each = trainer.accumulate_grad_batches
-        return with_rule(plan, optimizers, request.stale, accumulate=each).to_dict()
+        return with_rule(plan, optimizers, request.allowed, accumulate=each).to_dict()
 
     return ParallelPlan.from_dict(on_rank_0(lambda: in_copy(trainer, complete)))
 
@@ -619,10 +619,10 @@ def _check_features(plan: ParallelPlan, request: PlanRequest, fit: Fit) -> None:
 
 def _check_manual(given: GivenPlan | None, request: PlanRequest) -> None:
     # Raise an error for what was asked of a step that decides itself when it updates
-    if request.changes_exchange or request.stale.allowed:
+    if request.changes_exchange or request.allowed.staleness:
         raise PlanError(
-            "plans with compressed or stale gradients need automatic optimization: leave out "
-            "allow_compression and allow_staleness (strategy='topt_compressed' compresses here)"
+            "plans with compressed or stale gradients need automatic optimization: leave them "
+            "out of allow (strategy='topt_compressed' compresses here)"
         )
     blocks = given.blocks if isinstance(given, ParallelPlan) else ()
     levels = [(block.block, block.config.storage.level) for block in blocks]

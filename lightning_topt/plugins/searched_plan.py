@@ -321,7 +321,7 @@ def _stale_weights(
     request: PlanRequest, trainer: pl.Trainer, given: PipelinePlan
 ) -> StaleWeights | None:
     # What a search for `given` may choose of continuous pipelines
-    if not request.stale.allowed:
+    if not request.allowed.staleness:
         return None
     if given.schedule is None and why_not(Fit(trainer), CONTINUOUS):
         return None
@@ -330,7 +330,7 @@ def _stale_weights(
     rule = partial(
         rule_for,
         optimizer,
-        given.prediction or request.stale.prediction,
+        given.prediction or request.allowed.rule,
         accumulate=trainer.accumulate_grad_batches,
     )
     rule()  # one that does not know the optimizer is refused before the search

@@ -77,10 +77,9 @@ def test_a_plan_that_never_flushes_is_found_where_it_is_allowed_and_says_what_it
     given = ["mesh={pipeline:2}", "pipeline={schedule:continuous}", f"hydra.run.dir={path.parent}"]
     refused = topt("plan", *TINY, *CLUSTER, *given, folder=tmp_path)
     said = " ".join(refused.output.split())
-    assert refused.status == 2 and "add strategy.allow_staleness=true" in said
-    output = finished(
-        topt("plan", *TINY, *CLUSTER, *given, "strategy.allow_staleness=spectrain", folder=tmp_path)
-    )
+    assert refused.status == 2 and "add strategy.allow=staleness" in said
+    allowed = "strategy.allow={staleness: spectrain}"
+    output = finished(topt("plan", *TINY, *CLUSTER, *given, allowed, folder=tmp_path))
     plan = ParallelPlan.load(path)
     assert plan.schedule == "continuous" and plan.prediction == make_prediction("spectrain")
     assert plan.num_microbatches == 1 and plan.mesh.pipeline_size == 2

@@ -208,7 +208,7 @@ class Evaluated(Net):
 
 def in_rows(rank: int) -> dict[str, Any]:
     plan: dict[str, Any] = {"mesh": {"pipeline": 2, "data": 2}, "schedule": "continuous"}
-    strategy = AutoParallelStrategy(plan=plan, allow_staleness="multistep", cluster=cluster(4))
+    strategy = AutoParallelStrategy(plan=plan, allow={"staleness": "multistep"}, cluster=cluster(4))
     module = Evaluated(adamw)
     trainer = make_trainer(
         strategy, devices=4, max_epochs=2, gradient_clip_val=0.5, accumulate_grad_batches=2
@@ -282,7 +282,7 @@ def odd(rank: int) -> dict[str, Any]:
         trainer.fit(module, points(22), points(8))
         found[precision] = state_of(module), module.epochs
         found[f"{precision} evaluated"] = trainer.test(module, points(8), verbose=False)
-    strategy = AutoParallelStrategy(plan=BY_HAND, allow_staleness=True)
+    strategy = AutoParallelStrategy(plan=BY_HAND, allow="staleness")
     make_trainer(strategy, devices=2, fast_dev_run=3).fit(Net(adamw), points(22), points(8))
     assert strategy.parallel_plan is not None
     found["by hand"] = strategy.parallel_plan
@@ -410,7 +410,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "by time": (lambda: Net(sgd), {"val_check_interval": {"seconds": 1}}, "clock"),
     "no mesh": (
         lambda: Net(sgd),
-        {"strategy": lambda: AutoParallelStrategy(allow_staleness=True, cluster=cluster(2))},
+        {"strategy": lambda: AutoParallelStrategy(allow="staleness", cluster=cluster(2))},
         "give a mesh",
     ),
 }

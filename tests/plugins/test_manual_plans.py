@@ -95,7 +95,7 @@ def test_parameters_and_states_are_in_shards(plan: str, tmp_path: Path) -> None:
 REFUSED = {
     "what is in no block": {"plan": uniform_plan(3, data_parallel_size=2)},
     "manual optimization": {"plan": {"mesh": {"tensor": 2}}},
-    "needs? automatic optimization": {"allow_compression": True},
+    "needs? automatic optimization": {"allow": "compression"},
     "options of DistributedDataParallel": {"plan": "zero3", "bucket_cap_mb": 1},
 }
 

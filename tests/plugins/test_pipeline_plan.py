@@ -9,7 +9,7 @@ import pytest
 from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.plan_options import PipelinePlan
-from lightning_topt.plugins.plan_request import AllowedStaleness
+from lightning_topt.plugins.plan_request import Allowed
 from lightning_topt.weight_prediction import make_prediction
 
 
@@ -47,30 +47,27 @@ def test_stale_weights_are_allowed_where_they_can_be() -> None:
     mesh = {"mesh": {"pipeline": 2}}
     never = {"mesh": {"pipeline": 2}, "schedule": "continuous"}
     rule = make_prediction("spectrain")
-    assert AutoParallelStrategy(
-        plan=mesh, allow_staleness="spectrain"
-    ).request.stale == AllowedStaleness(True, rule)
-    assert AutoParallelStrategy(plan=never, allow_staleness=True).request.stale == AllowedStaleness(
-        True
-    )
-    assert (
-        PipelineStrategy(2, "continuous").request.stale.allowed
-        and not PipelineStrategy(2).request.stale.allowed
-    )
+    by_rule = AutoParallelStrategy(plan=mesh, allow={"staleness": "spectrain"}).request
+    assert by_rule.allowed == Allowed(staleness=rule) and by_rule.allowed.rule == rule
+    by_optimizer = AutoParallelStrategy(plan=never, allow="staleness").request
+    assert by_optimizer.allowed == Allowed(staleness=True) and by_optimizer.allowed.rule is None
+    assert PipelineStrategy(2, "continuous").request.allowed == Allowed(staleness=True)
+    assert PipelineStrategy(2).request.allowed == Allowed()
     given = PipelineStrategy(
         2, "continuous", prediction={"rule": "two_versions", "synchronous_updates": 7}
     )
     plan: Any = given.request.plan
     assert plan.prediction == make_prediction({"rule": "two_versions", "synchronous_updates": 7})
-    with pytest.raises(PlanError, match="allow_staleness"):
+    with pytest.raises(PlanError, match="allow='staleness'"):
         AutoParallelStrategy(plan=never)
     tensor = {"mesh": {"pipeline": 2, "data": 1, "tensor": 2}}
     flushed = {"mesh": {"pipeline": 2}, "schedule": "1f1b"}
     for plan, options, word in (
         *((plan, {}, "continuous") for plan in ("zero1", {"mesh": {"data": 2}}, flushed)),
-        (mesh, {"allow_staleness": "oracle"}, "spectrain"),
+        (mesh, {"staleness": "oracle"}, "spectrain"),
         (tensor, {}, "beside an axis"),
-        (mesh, {"allow_compression": True}, "allow_compression"),
+        (mesh, {"compression": True}, "compression"),
+        (mesh, {"local_steps": True}, "local_steps"),
     ):
         with pytest.raises(ValueError, match=word):
-            AutoParallelStrategy(plan=plan, **{"allow_staleness": True, **options})
+            AutoParallelStrategy(plan=plan, allow={"staleness": True, **options})

@@ -39,13 +39,13 @@ def plan_with(exchange: GradientMethod | None, *, ranks: int = 2) -> ParallelPla
 def fit(
     plan: ParallelPlan | str | None,
     *,
-    allow: Any = True,
+    allow: Any = "compression",
     module: L.LightningModule | None = None,
     **kwargs: Any,
 ) -> tuple[L.Trainer, L.LightningModule]:
     torch.manual_seed(0)
     module = module or RecordingGPT()
-    options = {"allow_compression": allow, "cluster": kwargs.pop("cluster", SLOW)}
+    options = {"allow": allow, "cluster": kwargs.pop("cluster", SLOW)}
     options |= {"objective": kwargs.pop("objective")} if "objective" in kwargs else {}
     strategy = AutoParallelStrategy(plan=plan, **options)
     nodes, checkpoint = kwargs.get("num_nodes", 1), kwargs.pop("ckpt_path", None)
@@ -79,7 +79,9 @@ def test_a_plan_that_sends_everything_equals_ddp(
     exchange: GradientMethod, ranks: int, nodes: int
 ) -> None:
     plan = plan_with(exchange, ranks=ranks)
-    results = on_ranks(losses, plan, {"num_nodes": nodes, "allow": "topk"}, world_size=ranks)
+    results = on_ranks(
+        losses, plan, {"num_nodes": nodes, "allow": {"compression": "topk"}}, world_size=ranks
+    )
     for dense, ours, expected, actual, statistics in results:
         assert len(ours) >= 4 and ours == pytest.approx(dense, rel=1e-5)
         for name, value in expected.items():
@@ -107,11 +109,13 @@ def planned(rank: int, allow: Any, cluster: Cluster) -> Any:
 
 
 def planned_otherwise(rank: int) -> list[Any]:
-    return [planned(rank, allow, cluster) for allow, cluster in ((False, SLOW), (True, FAST))]
+    return [planned(rank, allow, cluster) for allow, cluster in (([], SLOW), ("compression", FAST))]
 
 
 def test_a_slow_network_is_answered_by_compression_where_allowed() -> None:
-    (plan, reason, searched, losses, metrics), (other, *_) = on_ranks(planned, "topk", SLOW)
+    (plan, reason, searched, losses, metrics), (other, *_) = on_ranks(
+        planned, {"compression": "topk"}, SLOW
+    )
     assert plan.gradient_exchange == TopK(hierarchical=False) and other == plan, reason
     assert "gradients are sent compressed (top-k 1 %), which was allowed" in reason
     assert None in searched  # exact plans stay: they need less memory
@@ -190,7 +194,7 @@ class StopEarly(L.Callback):
 def by_loss(rank: int, steps: int) -> Any:
     trainer, _ = fit(
         None,
-        allow=["bf16"],
+        allow={"compression": ["bf16"]},
         objective="time_to_loss",
         cluster=SLOWEST,
         max_steps=steps,

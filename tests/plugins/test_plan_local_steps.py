@@ -43,7 +43,7 @@ def fit(strategy: Any, *, ckpt_path: str | None = None, **kwargs: Any) -> Any:
 
 
 def given(method: LocalMethod) -> AutoParallelStrategy:
-    return AutoParallelStrategy(plan=plan_of(method), allow_compression=[method.name])
+    return AutoParallelStrategy(plan=plan_of(method), allow={"local_steps": method.name})
 
 
 def against_twin(rank: int, method: LocalMethod) -> Any:
@@ -72,7 +72,7 @@ def save_and_resume(rank: int, method: LocalMethod, form: str, path: str) -> Any
     """Two epochs; one that is saved, and one that goes on."""
 
     def strategy() -> AutoParallelStrategy:
-        options = {"allow_compression": True, "checkpoint": form}
+        options = {"allow": "local_steps", "checkpoint": form}
         return AutoParallelStrategy(plan=plan_of(method), **options)
 
     _, whole = fit(strategy())
@@ -123,9 +123,7 @@ def test_plan_and_strategy_go_on_from_each_other(tmp_path: Path) -> None:
 
 
 def chosen(rank: int, allow: Any) -> Any:
-    strategy = AutoParallelStrategy(
-        objective="time_to_loss", cluster=SLOWEST, allow_compression=allow
-    )
+    strategy = AutoParallelStrategy(objective="time_to_loss", cluster=SLOWEST, allow=allow)
     torch.manual_seed(0)
     module = RecordingGPT()
     trainer = make_trainer(
@@ -167,6 +165,6 @@ def test_without_a_word_on_exchanges_all_that_was_measured_is_compared() -> None
 
 
 def test_who_forbids_it_gets_exact_plans_alone() -> None:
-    for plan, reason, statistics, *_ in on_ranks(chosen, False):
+    for plan, reason, statistics, *_ in on_ranks(chosen, []):
         assert plan.local_steps is None and plan.gradient_exchange is None, reason
         assert statistics is None

@@ -125,7 +125,7 @@ def held_back(folder: Path) -> Any:
     plan = ParallelPlan.of_blocks(
         [BlockPlan("", OpConfig.zero(1))], mesh=2, gradient_exchange=exchange
     )
-    options = {**SHARDED, "allow_compression": True}
+    options = {**SHARDED, "allow": "compression"}
     losses, _ = fit_and_save(plan, folder, options=options)
     trainer, module = fit(plan, path=folder / "step=6.ckpt", options=options)
     with pytest.raises(ValueError) as error:

@@ -182,7 +182,7 @@ def link(rank: int, folder: Path, numbers: list[int]) -> Any:
         ranks, given, form = CHAIN[number]
         torch.manual_seed(100 * number + rank)  # what is not loaded differs
         strategy = DDPStrategy() if given is None else AutoParallelStrategy(
-            plan=given, checkpoint=form, allow_compression=True
+            plan=given, checkpoint=form, allow="compression"
         )  # fmt: skip
         trainer, module = (
             make_trainer(strategy, devices=ranks, max_epochs=number + 1, gradient_clip_val=0.5),

@@ -19,6 +19,7 @@ a given plan against it, and says what a search may try:
     compression   gradients may travel compressed
     local_steps   ranks may train alone for some steps
     staleness     stages may run without flush
+    compile       blocks may run compiled code
 """
 
 from __future__ import annotations
@@ -363,11 +364,13 @@ class Allowed:
         local_steps: the same of local steps, searched where the time to a loss is the objective.
             True: those of the table are searched.
         staleness: whether stages may run without flush; a rule: with this one for their weights.
+        compile: whether blocks may run compiled code, where a trial says that it is faster.
     """
 
     compression: Literal[True] | tuple[GradientMethod, ...] = ()
     local_steps: Literal[True] | tuple[LocalMethod, ...] = ()
     staleness: bool | Prediction = False
+    compile: bool = False
     is_given: bool = True
 
     @classmethod
@@ -513,11 +516,16 @@ def _read_methods(name: str, option: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(map(read, methods)))
 
 
+def _only_true(option: Any) -> Any:
+    raise ValueError(f"it is True or False, got {shown(option)}")
+
+
 # What `allow` may name, and how options but True are read; the fields of `Allowed`.
 CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "compression": partial(_read_methods, "compression"),
     "local_steps": partial(_read_methods, "local_steps"),
     "staleness": rule_from_value,
+    "compile": _only_true,
 }
 
 

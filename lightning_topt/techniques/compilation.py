@@ -323,24 +323,28 @@ class Trial:
 
 
 def compare(
-    module: nn.Module, groups: Mapping[str, Sequence[str]], calls: Mapping[str, BlockCall]
+    module: nn.Module,
+    groups: Mapping[str, Sequence[str]],
+    calls: Mapping[str, BlockCall],
+    *,
+    saves_memory: bool = False,
 ) -> dict[str, Trial]:
     """Compile the first block of each group that was called, and compare it with eager mode.
 
-    It changes buffers and generators, so it runs in a copy of the process. What it compiles stays
+    With `saves_memory`, what is compiled must not keep more for the backward pass. It changes buffers and generators, so it runs in a copy of the process. What it compiles stays
     in the cache of the compiler, from which other processes take it.
     """
     found: dict[str, Trial] = {}
     for name in calls:
         blocks = [module.get_submodule(each) for each in groups[name]]
         try:
-            found[name] = _compare(blocks, calls[name])
+            found[name] = _compare(blocks, calls[name], saves_memory=saves_memory)
         except Exception as error:  # whatever it is, this block stays as it is
             found[name] = Trial(refusal_of(error))
     return found
 
 
-def _compare(blocks: Sequence[nn.Module], call: BlockCall) -> Trial:
+def _compare(blocks: Sequence[nn.Module], call: BlockCall, *, saves_memory: bool) -> Trial:
     # Time a block of equal `blocks`, and run the others, which must not compile anew
     eager = _Runner(blocks[0], call)
     start = perf_counter()
@@ -360,6 +364,9 @@ def _compare(blocks: Sequence[nn.Module], call: BlockCall) -> Trial:
     trial = Trial(None, one, other, compilation)
     if one < LEAST_GAIN * other:
         return Trial(f"compiled it takes {other / one:.2f} of the time", one, other, compilation)
+    if saves_memory and (more := compiled.kept_bytes() - eager.kept_bytes()) > 0:
+        why = f"compiled it keeps {more} bytes more for the backward pass"
+        return Trial(why, one, other, compilation)
     for block in blocks[1:]:
         with torch._dynamo.config.patch(error_on_recompile=True):
             again = _Runner(block, call, compiled=True)
@@ -406,6 +413,19 @@ class _Runner:
             self._gradients = [torch.randn_like(tensor) for tensor in wanted]
         gradients = torch.autograd.grad(wanted, trained, self._gradients, allow_unused=True)
         return [t.detach() for t in made] + [t for t in gradients if t is not None]
+
+    def kept_bytes(self) -> int:
+        """Return the bytes that are kept for the backward pass, of inputs and parameters too."""
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.results()
+        return sum(kept.values())
 
     def seconds(self) -> float:
         """Return the seconds of a run."""

@@ -130,8 +130,8 @@ def check_blocks(configs: Mapping[str, OpConfig], module: nn.Module, *, made_for
             first = next((child for child, _ in modules[name].named_children()), "...")
             raise ValueError(
                 f"block {name!r} of the plan is a {type(modules[name]).__name__}, which is never "
-                "called itself: to recompute or compile it, to shard its gradients or to split what "
-                f"enters it, name the modules in it ({name}.{first}, ...)"
+                "called itself: to recompute or compile it, to shard its gradients or to split "
+                f"what enters it, name the modules in it ({name}.{first}, ...)"
             )
     # blocks are disjoint
     inside = [(a, b) for a in names for b in names if b.startswith(a + ".")]

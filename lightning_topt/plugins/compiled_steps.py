@@ -1,0 +1,247 @@
+"""Blocks of a running fit that are compiled, where a trial says that it pays (`allow="compile"`).
+
+    steps = CompiledSteps(strategy, plan, saves_memory=False)
+    steps.begin_batch()             # before each batch, on all ranks
+    steps.end()                     # every block is as it was written
+
+What happens, by the batches of the fit:
+
+    6 to 15     timed: are there enough left for a compilation to pay?
+    16          calls of blocks are noted on the first rank of each node
+    17          those ranks compile and compare in copies of their processes; the others wait
+    18 to 20    compiled blocks run, from the cache of the compiler
+    21 to 30    timed: compiled blocks stay only if steps are faster
+
+Nothing that user code sees changes but `forward` of some modules. A copy that crashes, differs or
+is slower leaves the fit as it is, and one line says why. On accelerators, whose work no copy can
+do, each first rank compares in its own process, on a copy of the module.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import statistics
+from collections.abc import Mapping
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_topt.basics.forked_call import ForkedCall, writable_files
+from lightning_topt.costs.measuring import from_rank_0, gather
+from lightning_topt.graph.errors import one_line
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.plan_request import steps_of_fit
+from lightning_topt.techniques.compilation import (
+    BlockCall,
+    Recording,
+    Trial,
+    candidates,
+    compare,
+    compile_blocks,
+    form_of,
+    uncompile,
+)
+
+_WARM, _TIMED, _COMPILES = 5, 10, 3  # batches
+_TRIAL_SECONDS = 600.0  # that a copy may take to compile
+# What a trial and a compilation take where nothing is known yet, and the share of a step that they
+# may save: blocks of one core were 0.8 to 1.45 times as fast, and took 5 to 38 s to compile.
+USUAL_SECONDS, USUAL_GAIN = 20.0, 0.1
+
+
+class Vote(NamedTuple):
+    """What a node found: trials by block, or why there are none."""
+
+    trials: Mapping[str, Trial]
+    problem: str | None = None
+
+
+class CompiledSteps:
+    """Compiles the blocks of the module of `strategy` for which that pays.
+
+    Under `plan`, None where none is decided yet; with tensor axes or stages nothing is compiled.
+    With `saves_memory` blocks that keep more for the backward pass are left as they are. Methods
+    are collective calls.
+
+    Attributes:
+        gain: eager seconds of a step over compiled ones, once measured.
+    """
+
+    def __init__(
+        self, strategy: DDPStrategy, plan: ParallelPlan | None, *, saves_memory: bool
+    ) -> None:
+        assert strategy.lightning_module is not None
+        self.gain: float | None = None
+        self._strategy, self._module = strategy, strategy.lightning_module
+        self._saves_memory = saves_memory
+        self._groups: dict[str, list[str]] = {}
+        self._recording: Recording | None = None
+        self._marks: list[float] = []
+        self._eager_seconds = 0.0
+        self._batch = 0
+        if plan is not None and (plan.schedule or plan.brings_batches):
+            rank_zero_warn(
+                "topt: no blocks are compiled: those of plans with stages or tensor axes cannot be"
+            )
+            self._leave()
+
+    def begin_batch(self) -> None:
+        """Do what is due before this batch."""
+        self._batch += 1
+        start, end = _WARM + 1, _WARM + _TIMED + 1
+        again, last = end + 1 + _COMPILES, end + 1 + _COMPILES + _TIMED
+        if start <= self._batch <= end or again <= self._batch <= last:
+            self._marks.append(perf_counter())
+        if self._batch == end:
+            self._eager_seconds = self._step_seconds()
+            self._begin_trial()
+        elif self._batch == end + 1:
+            self._try()
+        elif self._batch == last:
+            self._check()
+
+    def end(self) -> None:
+        """Let blocks run as they are written. No collective call."""
+        if self._recording is not None:
+            self._recording.take()
+        self._leave()
+        uncompile(self._module)
+
+    def _leave(self) -> None:
+        # Nothing is left to do
+        self._batch, self._recording, self._marks = 1 << 60, None, []
+
+    def _step_seconds(self) -> float:
+        # The same on all ranks: the median of those that were timed
+        steps = [
+            after - before for before, after in zip(self._marks, self._marks[1:], strict=False)
+        ]
+        self._marks = []
+        seconds: float = from_rank_0(statistics.median(steps))
+        return seconds
+
+    def _batches_left(self) -> float:
+        trainer = self._module.trainer
+        left = steps_of_fit(trainer) - trainer.global_step
+        return from_rank_0(max(left, 0) * trainer.accumulate_grad_batches)
+
+    # ---- a trial ---------------------------------------------------------------------------------
+
+    def _begin_trial(self) -> None:
+        left = self._batches_left() * self._eager_seconds
+        if left * USUAL_GAIN < USUAL_SECONDS:
+            rank_zero_info(
+                f"topt: no blocks are compiled: this fit has about {left:.0f} s left, and a "
+                f"compilation takes about {USUAL_SECONDS:.0f}"
+            )
+            self._leave()
+            return
+        self._groups = candidates(self._module)
+        if not self._groups:
+            rank_zero_info("topt: no blocks are compiled: the module has no parts but kernels")
+            self._leave()
+        elif self._is_first_of_node:
+            self._recording = Recording(self._module, self._groups)
+
+    @property
+    def _is_first_of_node(self) -> bool:
+        return self._strategy.local_rank == 0
+
+    def _try(self) -> None:
+        start = perf_counter()
+        calls: dict[str, BlockCall] = {}
+        vote: Vote | None = None
+        if self._recording is not None:
+            calls = self._recording.take()
+            vote = self._vote(calls)
+        # one line of each node; ranks behind the first have none
+        votes = [each for each in gather(vote) if each is not None]
+        forms = gather({name: form_of(call[:2]) for name, call in calls.items()})[0]
+        seconds = perf_counter() - start
+        if problem := next((each.problem for each in votes if each.problem), None):
+            rank_zero_info(f"topt: no blocks are compiled: {problem}")
+            self._leave()
+            return
+        trials = _agreed([each.trials for each in votes])
+        chosen = {name: trial for name, trial in trials.items() if not trial.refusal}
+        saved = sum(len(self._groups[name]) * t.saved_seconds for name, t in chosen.items())
+        compilation = sum(trial.compilation_seconds for trial in chosen.values())
+        left = self._batches_left()
+        if saved * left < compilation:
+            words = _words({n: t for n, t in trials.items() if t.refusal}, self._groups)
+            if chosen:
+                words = (
+                    f"{saved * left:.0f} s would be saved, and a compilation takes "
+                    f"{compilation:.0f}"
+                )
+            rank_zero_info(f"topt: no blocks are compiled: {words}")
+            self._leave()
+            return
+        compile_blocks(
+            self._module, {each: forms[name] for name in chosen for each in self._groups[name]}
+        )
+        rank_zero_info(
+            f"topt: compiled, after a trial of {seconds:.0f} s: {_words(trials, self._groups)}"
+        )
+
+    def _vote(self, calls: Mapping[str, BlockCall]) -> Vote:
+        if not calls:
+            return Vote({}, "no block was called in the step that was watched")
+        module, groups, device = self._module, self._groups, self._strategy.root_device
+        saves_memory = self._saves_memory
+
+        def run(module: nn.Module = module) -> dict[str, Trial]:
+            with writable_files():
+                return compare(module, groups, calls, saves_memory=saves_memory)
+
+        try:
+            if hasattr(os, "fork") and device.type == "cpu":
+                trial = ForkedCall(run, isolated=True).result(timeout_seconds=_TRIAL_SECONDS)
+                return Vote(trial)
+            with torch.random.fork_rng(devices=[device]):
+                return Vote(run(copy.deepcopy(module)))
+        except Exception as error:
+            return Vote({}, f"the trial failed: {one_line(error)}")
+
+    def _check(self) -> None:
+        # Whether steps are faster, by the clock
+        seconds = self._step_seconds()
+        self.gain = self._eager_seconds / seconds
+        if self.gain < 1:
+            uncompile(self._module)
+            rank_zero_info(
+                f"topt: compiled blocks are given up: steps took {1 / self.gain:.2f} of the time "
+                "of those before"
+            )
+        else:
+            rank_zero_info(f"topt: steps of compiled blocks take {1 / self.gain:.2f} of the time")
+        self._leave()
+
+
+def _agreed(votes: list[Mapping[str, Trial]]) -> dict[str, Trial]:
+    # Of each block the trial of the node that gains least
+    found: dict[str, Trial] = {}
+    for name in votes[0]:
+        trials = [vote.get(name, Trial("another node did not call it")) for vote in votes]
+        found[name] = min(trials, key=lambda t: (t.refusal is None, t.saved_seconds))
+    return found
+
+
+def _words(trials: Mapping[str, Trial], groups: Mapping[str, list[str]]) -> str:
+    # What came of each group, in one line
+    words = []
+    for name, trial in trials.items():
+        more = f" and {len(groups[name]) - 1} like it" if groups[name][1:] else ""
+        ratio = trial.compiled_seconds / trial.eager_seconds if trial.eager_seconds else math.nan
+        words.append(
+            f"not {name!r}{more} ({trial.refusal})"
+            if trial.refusal
+            else f"{name!r}{more} ({ratio:.2f} of their time)"
+        )
+    return "; ".join(words) or "none was called"

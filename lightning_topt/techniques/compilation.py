@@ -331,8 +331,9 @@ def compare(
 ) -> dict[str, Trial]:
     """Compile the first block of each group that was called, and compare it with eager mode.
 
-    With `saves_memory`, what is compiled must not keep more for the backward pass. It changes buffers and generators, so it runs in a copy of the process. What it compiles stays
-    in the cache of the compiler, from which other processes take it.
+    With `saves_memory`, what is compiled must not keep more for the backward pass. It changes
+    buffers and generators, so it runs in a copy of the process. What it compiles stays in the cache
+    of the compiler, from which other processes take it.
     """
     found: dict[str, Trial] = {}
     for name in calls:

@@ -54,8 +54,6 @@ def enter_cgroup(limit: int) -> None:
     version_1 = (CGROUPS / "memory").is_dir()
     group = (CGROUPS / "memory" if version_1 else CGROUPS) / f"topt-benchmark-{os.getpid()}"
     group.mkdir()
-    if version_1:  # what the process has taken comes along
-        (group / "memory.move_charge_at_immigrate").write_text("3")
     (group / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(limit))
     (group / "cgroup.procs").write_text(str(os.getpid()))
 

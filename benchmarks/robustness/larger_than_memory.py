@@ -54,6 +54,11 @@ class Late(L.LightningModule):
         self.seconds: list[float] = []
         self.begun = 0.0
 
+    def setup(self, stage: str) -> None:
+        if self.on_meta and SIZES["large"] is self.made:
+            # What is taken by now is in another group, that of the process that started this one.
+            enter_cgroup(LIMIT - memory_of("RssAnon"))
+
     def configure_model(self) -> None:
         if self.net is None:
             with torch.device("meta" if self.on_meta else "cpu"):
@@ -79,10 +84,14 @@ class Late(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+def memory_of(name: str) -> int:
+    """Return the bytes of an entry of this process's status."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.findall(rf"^{name}:\s+(\d+) kB$", status, re.M)[0])
+
+
 def run(options: argparse.Namespace) -> None:
     """Train in this process, one rank, within its limit; rank 0 writes what it saw."""
-    if options.size == "large":
-        enter_cgroup(LIMIT)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     made = SIZES[options.size]
@@ -105,15 +114,14 @@ def run(options: argparse.Namespace) -> None:
     trainer.fit(module, steps, loader(1, length=RANKS, **data), ckpt_path=options.resume)
     if options.resume is None:
         trainer.save_checkpoint(options.folder / f"{options.steps}.ckpt")
-    status = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M))
-    ranks: list[Any] = [None] * RANKS
-    torch.distributed.all_gather_object(ranks, [int(status["RssAnon"]), int(status["VmHWM"])])
+    anonymous: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(anonymous, memory_of("RssAnon"))
     if trainer.is_global_zero:
         found = {
             "losses": module.losses,
             "seconds": module.seconds,
             "val_loss": float(trainer.callback_metrics["val_loss"]),
-            "anonymous": max(rank[0] for rank in ranks) * 1024,
+            "anonymous": max(anonymous),
         }
         options.out.write_text(json.dumps(found))
 

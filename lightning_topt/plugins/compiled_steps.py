@@ -33,6 +33,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_topt.basics.forked_call import ForkedCall, writable_files
+from lightning_topt.communication.rank_watch import within_limit
 from lightning_topt.costs.measuring import from_rank_0, gather
 from lightning_topt.graph.errors import one_line
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -49,7 +50,7 @@ from lightning_topt.techniques.compilation import (
 )
 
 _WARM, _TIMED, _COMPILES = 5, 10, 3  # batches
-_TRIAL_SECONDS = 600.0  # that a copy may take to compile
+_TRIAL_SECONDS = 600.0  # that a copy may take to compile, while the other ranks wait
 # What a trial and a compilation take where nothing is known yet, and the share of a step that they
 # may save: blocks of one core were 0.8 to 1.45 times as fast, and took 5 to 38 s to compile.
 USUAL_SECONDS, USUAL_GAIN = 20.0, 0.1
@@ -173,7 +174,7 @@ class CompiledSteps:
         saved = sum(len(self._groups[name]) * t.saved_seconds for name, t in chosen.items())
         compilation = sum(trial.compilation_seconds for trial in chosen.values())
         left = self._batches_left()
-        if saved * left < compilation:
+        if not chosen or saved * left < compilation:
             words = _words({n: t for n, t in trials.items() if t.refusal}, self._groups)
             if chosen:
                 words = (
@@ -194,7 +195,7 @@ class CompiledSteps:
         if not calls:
             return Vote({}, "no block was called in the step that was watched")
         module, groups, device = self._module, self._groups, self._strategy.root_device
-        saves_memory = self._saves_memory
+        saves_memory, limit = self._saves_memory, within_limit(_TRIAL_SECONDS)
 
         def run(module: nn.Module = module) -> dict[str, Trial]:
             with writable_files():
@@ -202,7 +203,7 @@ class CompiledSteps:
 
         try:
             if hasattr(os, "fork") and device.type == "cpu":
-                trial = ForkedCall(run, isolated=True).result(timeout_seconds=_TRIAL_SECONDS)
+                trial = ForkedCall(run, isolated=True).result(timeout_seconds=limit)
                 return Vote(trial)
             with torch.random.fork_rng(devices=[device]):
                 return Vote(run(copy.deepcopy(module)))

@@ -195,7 +195,7 @@ class CompiledSteps:
         if not calls:
             return Vote({}, "no block was called in the step that was watched")
         module, groups, device = self._module, self._groups, self._strategy.root_device
-        saves_memory, limit = self._saves_memory, within_limit(_TRIAL_SECONDS)
+        saves_memory, limit = self._saves_memory, 0.9 * within_limit(_TRIAL_SECONDS)
 
         def run(module: nn.Module = module) -> dict[str, Trial]:
             with writable_files():

@@ -44,6 +44,7 @@ _MEANINGS = {
     "ZeRO-2": "each rank keeps its part of the gradients and of the optimizer state",
     "ZeRO-3": "each rank keeps its part of the parameters, too",
     "recompute": "activations are computed again in the backward pass, not kept",
+    "compile": "the layers run compiled code",
     "split": "the layers are cut over the ranks, which compute each of them together",
     "stages": "each rank runs a part of the layers, one after the other",
 }

@@ -91,12 +91,12 @@ class AutoParallelStrategy(DataParallelHooks):
             Else run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or a
             name: ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"hybrid_zero2"``,
             ``"hybrid"``, ``"tensor"``, ``"tensor_sequence"``, ``"context"``, ``"tensor_2d"``,
-            ``"tensor_3d"``, ``"pipeline"``, each also with ``"+recompute"``. A mapping
-            such as ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh;
-            beside one with an axis ``"pipeline"`` it may give ``"stages"``, ``"schedule"`` and
-            ``"num_microbatches"``. Ranks along a tensor axis
-            get the same samples, unless the plan has microbatches, and so do those along a
-            pipeline.
+            ``"tensor_3d"``, ``"pipeline"``, each also with ``"+recompute"``, those of data axes
+            with ``"+compile"`` (without a trial; what the compiler refuses runs as written). A
+            mapping such as ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh; beside one
+            with an axis ``"pipeline"`` it may give ``"stages"``, ``"schedule"`` and
+            ``"num_microbatches"``. Ranks along a tensor axis get the same samples, unless the plan
+            has microbatches, and so do those along a pipeline.
         cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about
             two seconds, the first time).
         memory_margin: share by which a prediction must stay below the limit, for what the cost

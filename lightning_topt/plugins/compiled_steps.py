@@ -8,9 +8,9 @@ What happens, by the batches of the fit:
 
     6 to 15     timed: are there enough left for a compilation to pay?
     16          calls of blocks are noted on the first rank of each node
-    17          those ranks compile and compare in copies of their processes; the others wait
-    18 to 20    compiled blocks run, from the cache of the compiler
-    21 to 30    timed: compiled blocks stay only if steps are faster
+    before 17   those ranks compile and compare in copies of their processes; the others wait
+    17 to 19    compiled blocks run, from the cache of the compiler
+    20 to 29    timed: compiled blocks stay only if steps are faster
 
 Nothing that user code sees changes but `forward` of some modules. A copy that crashes, differs or
 is slower leaves the fit as it is, and one line says why. On accelerators, whose work no copy can
@@ -40,7 +40,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_request import steps_of_fit
 from lightning_topt.techniques.compilation import (
     BlockCall,
-    Recording,
+    NotedCalls,
     Trial,
     candidates,
     compare,
@@ -82,7 +82,7 @@ class CompiledSteps:
         self._strategy, self._module = strategy, strategy.lightning_module
         self._saves_memory = saves_memory
         self._groups: dict[str, list[str]] = {}
-        self._recording: Recording | None = None
+        self._recording: NotedCalls | None = None
         self._marks: list[float] = []
         self._eager_seconds = 0.0
         self._batch = 0
@@ -145,10 +145,10 @@ class CompiledSteps:
             return
         self._groups = candidates(self._module)
         if not self._groups:
-            rank_zero_info("topt: no blocks are compiled: the module has no parts but kernels")
+            rank_zero_info("topt: no blocks are compiled: no part of the module can be")
             self._leave()
         elif self._is_first_of_node:
-            self._recording = Recording(self._module, self._groups)
+            self._recording = NotedCalls(self._module, self._groups)
 
     @property
     def _is_first_of_node(self) -> bool:

@@ -76,7 +76,6 @@ from lightning_topt.plugins.requirements import (
     SLICES,
     STAGES,
     Fit,
-    is_compiled,
     noted_reads,
     why_not,
 )
@@ -93,6 +92,7 @@ from lightning_topt.plugins.searched_plan import (
     search_stages,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
+from lightning_topt.techniques.compilation import is_compiled
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _NOTHING_FITS = f"{NoPlanFitsError.__name__}: "

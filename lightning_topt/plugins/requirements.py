@@ -43,6 +43,7 @@ from lightning_topt.communication.value_exchange import check_packs
 from lightning_topt.graph.kernels import NAMESPACES
 from lightning_topt.graph.module_copy import is_on_meta, silence
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.techniques.compilation import is_compiled
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 if TYPE_CHECKING:
@@ -188,18 +189,6 @@ class Requirement:
     kinds: tuple[str, ...]
     reason: str
     check: Callable[[Fit], str | bool | None]
-
-
-def is_compiled(part: nn.Module) -> bool:
-    """Return whether `part` is compiled; by name, since importing torch._dynamo takes a second.
-
-    A LightningModule that was compiled as a whole is what Lightning has made of it.
-    """
-    return (
-        type(part).__name__ == "OptimizedModule"
-        or part._compiled_call_impl is not None
-        or getattr(part, "_compiler_ctx", None) is not None
-    )
 
 
 def why_not(fit: Fit, *kinds: str) -> str | None:

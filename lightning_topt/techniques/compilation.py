@@ -1,9 +1,9 @@
 """Compiled blocks: the forward of a module through `torch.compile`, where that was measured to pay.
 
-    calls = record(module)                  of the candidates, in the step that runs next
+    noted = NotedCalls(module, names)       of one block of each group of `candidates`
     ...                                     a training step
-    trials = compare(module, calls.take())  each group of equal blocks, in a copy of this process
-    compile_blocks(module, names)           `uncompile` undoes it
+    trials = compare(module, groups, noted.take())     in a copy of this process
+    compile_blocks(module, forms)           `uncompile` undoes it
 
 A compiled block stays the module that it was: `forward` is replaced on the instance. Names, state
 dicts and hooks stay as they are, and recomputation and shards are around it. It runs compiled code
@@ -181,9 +181,16 @@ def uncompile(module: nn.Module) -> None:
                 holder.forward = own.forward
 
 
-def _is_compiled(part: nn.Module) -> bool:
-    own = vars(_holder(part)).get("forward")
-    return part._compiled_call_impl is not None or isinstance(own, CompiledForward)
+def is_compiled(part: nn.Module) -> bool:
+    """Return whether the user has compiled `part`, or a LightningModule as a whole.
+
+    By name, since importing torch._dynamo takes a second.
+    """
+    return (
+        type(part).__name__ == "OptimizedModule"
+        or part._compiled_call_impl is not None
+        or getattr(part, "_compiler_ctx", None) is not None
+    )
 
 
 def _holder(block: nn.Module) -> Any:
@@ -209,8 +216,11 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
         is_kernel = type(part).__module__.startswith("torch.nn.modules") and not any(
             True for _ in part.children()
         )
-        is_compiled = any(map(_is_compiled, part.modules()))
-        return not (is_kernel or is_compiled or isinstance(part, _CONTAINERS))
+        own = vars(_holder(part)).get("forward")
+        is_ours = isinstance(own, CompiledForward)
+        return not (is_kernel or is_ours or isinstance(part, _CONTAINERS)) and not any(
+            map(is_compiled, part.modules())
+        )
 
     def blocks_in(path: str) -> list[str]:
         names = (f"{path}.{name}".lstrip(".") for name, _ in children_of(path))
@@ -237,7 +247,8 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
             elif is_block(inner):
                 found.setdefault(numbers[inner], []).append(inner)
 
-    visit("")
+    if not is_compiled(module):
+        visit("")
     return {names[0]: names for names in found.values()}
 
 
@@ -256,7 +267,7 @@ class BlockCall(NamedTuple):
     autocast: tuple[str, torch.dtype] | None
 
 
-class Recording:
+class NotedCalls:
     """Notes a call of the first block of each group in the step that runs next."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from lightning_topt.plugins.plan_request import Allowed
 from lightning_topt.techniques import compilation
 from lightning_topt.techniques.compilation import (
     CompiledForward,
-    Recording,
+    NotedCalls,
     Trial,
     candidates,
     compare,
@@ -139,7 +139,7 @@ def test_a_fit_goes_on_where_compiling_fails_or_does_not_pay(patch: str) -> None
 
 def trials_of(module: nn.Module, x: Tensor) -> dict[str, Trial]:
     groups = candidates(module)
-    recording = Recording(module, groups)
+    recording = NotedCalls(module, groups)
     module(x).sum().backward()
     calls = recording.take()
 

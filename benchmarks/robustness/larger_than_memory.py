@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> None:
         found = {
             "losses": module.losses,
             "seconds": module.seconds,
-            "val_loss": float(trainer.callback_metrics["val_loss"]),
+            "val_loss": float(trainer.callback_metrics.get("val_loss", "nan")),
             "anonymous": max(anonymous),
         }
         options.out.write_text(json.dumps(found))

@@ -21,11 +21,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_topt.communication.exchange_method import GradientMethod
@@ -86,7 +89,7 @@ class CompiledForward:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        if self.failure is not None or not torch.is_grad_enabled():
+        if self.failure is not None or not _is_training():
             return self.forward(*args, **kwargs)
         form = form_of((args, kwargs))
         if self.form is None:
@@ -96,9 +99,11 @@ class CompiledForward:
         try:
             if self._compiled is not None:
                 return self._compiled(*args, **kwargs)
-            self._compiled = _compiled(self.forward)
+            compiled = _compiled(self.forward)
             with _as_written():
-                return self._compiled(*args, **kwargs)
+                made = compiled(*args, **kwargs)
+            self._compiled = _without_compiler(self.forward)
+            return made
         except _refusals() as error:
             self.failure = refusal_of(error)
             warnings.warn(
@@ -123,16 +128,40 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def _is_training() -> bool:
+    # With gradients, and in no transform of torch.func
+    return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _without_compiler(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # Runs compiled code where it is valid, else as it is written: where a parameter was frozen,
+    # a hook was added or a number in the module changed. Compiles nothing.
+    from torch._dynamo import run  # noqa: PLC0415  (a second to import)
+
+    found: Callable[..., Any] = run(forward)
+    return found
+
+
 @contextmanager
 def _as_written() -> Iterator[None]:
     # A block is one graph under DDP too, which else makes one of each bucket. Hooks on its parts
-    # are seen, also those that come later. Compilers of C++ need no processes beside this one.
+    # are seen, also those that come later. Its backward pass is compiled at once, what fails fails
+    # here; it overwrites nothing that a second one needs (`retain_graph`), and code in the cache
+    # that does is not taken. Blocks of one class, or of torch's containers, share a function and
+    # so its limit of code, which is none here: each is compiled once. Compilers of C++ need no
+    # processes beside this one.
     from torch._dynamo import config  # noqa: PLC0415  (a second to import)
+    from torch._functorch import config as functorch  # noqa: PLC0415
+    from torch._functorch._aot_autograd import graph_compile  # noqa: PLC0415
     from torch._inductor import config as inductor  # noqa: PLC0415
 
     threads = inductor.compile_threads if torch.cuda.is_available() else 1
     with (
         config.patch(optimize_ddp=False, skip_nnmodule_hook_guards=False),
+        config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30),
+        functorch.patch(force_non_lazy_backward_lowering=True),
+        mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
+        torch.compiler.config.patch(cache_key_tag="topt"),  # type: ignore[attr-defined]
         inductor.patch(compile_threads=threads),
     ):
         yield

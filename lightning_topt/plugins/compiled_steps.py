@@ -159,7 +159,8 @@ class CompiledSteps:
         vote: Vote | None = None
         if self._recording is not None:
             calls = self._recording.take()
-            vote = self._vote(calls)
+            vote = self._vote(calls, self._recording.refusals)
+            self._recording = None
         # one line of each node; ranks behind the first have none
         votes = [each for each in gather(vote) if each is not None]
         forms = gather({name: form_of(call[:2]) for name, call in calls.items()})[0]
@@ -173,7 +174,7 @@ class CompiledSteps:
         saved = sum(len(self._groups[name]) * t.saved_seconds for name, t in chosen.items())
         compilation = sum(trial.compilation_seconds for trial in chosen.values())
         left = self._batches_left()
-        if saved * left < compilation:
+        if not chosen or saved * left < compilation:
             words = _words({n: t for n, t in trials.items() if t.refusal}, self._groups)
             if chosen:
                 words = (
@@ -190,9 +191,11 @@ class CompiledSteps:
             f"topt: compiled, after a trial of {seconds:.0f} s: {_words(trials, self._groups)}"
         )
 
-    def _vote(self, calls: Mapping[str, BlockCall]) -> Vote:
+    def _vote(self, calls: Mapping[str, BlockCall], refusals: Mapping[str, str]) -> Vote:
+        refused = {name: Trial(why) for name, why in refusals.items()}
         if not calls:
-            return Vote({}, "no block was called in the step that was watched")
+            no_call = "no block was called in the step that was watched"
+            return Vote(refused, None if refused else no_call)
         module, groups, device = self._module, self._groups, self._strategy.root_device
         saves_memory = self._saves_memory
 
@@ -203,9 +206,9 @@ class CompiledSteps:
         try:
             if hasattr(os, "fork") and device.type == "cpu":
                 trial = ForkedCall(run, isolated=True).result(timeout_seconds=_TRIAL_SECONDS)
-                return Vote(trial)
+                return Vote({**trial, **refused})
             with torch.random.fork_rng(devices=[device]):
-                return Vote(run(copy.deepcopy(module)))
+                return Vote({**run(copy.deepcopy(module)), **refused})
         except Exception as error:
             return Vote({}, f"the trial failed: {one_line(error)}")
 

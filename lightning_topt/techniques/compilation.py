@@ -286,9 +286,14 @@ class BlockCall(NamedTuple):
 
 
 class Recording:
-    """Notes a call of the first block of each group in the step that runs next."""
+    """Notes a call of the first block of each group in the step that runs next.
+
+    Attributes:
+        refusals: by block, why it cannot be compiled, as a clause.
+    """
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        self.refusals: dict[str, str] = {}
         self._calls: dict[str, BlockCall] = {}
         self._undo: list[Callable[[], None]] = []
         for name in names:
@@ -297,10 +302,18 @@ class Recording:
     def _watch(self, name: str, block: nn.Module) -> None:
         had_own, forward = "forward" in vars(block), block.forward
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and name not in self._calls:
+        def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in self._calls:
                 self._calls[name] = _call(block, args, kwargs)
-            return forward(*args, **kwargs)
+
+        def look(gradient: Tensor) -> None:
+            if torch.is_grad_enabled():  # in a backward pass: it makes a graph
+                self.refusals[name] = "its gradients are differentiated (create_graph=True)"
+
+        def watch(made: Any) -> None:
+            for tensor in tensors_in(made):
+                if tensor.requires_grad:
+                    self._undo.append(tensor.register_hook(look).remove)
 
         def undo() -> None:
             if had_own:
@@ -308,14 +321,37 @@ class Recording:
             else:
                 del block.__dict__["forward"]
 
-        block.forward = noted
+        block.forward = _NotedForward(forward, note, watch)
         self._undo.append(undo)
 
     def take(self) -> dict[str, BlockCall]:
-        """Return the calls by block; blocks are as they were again."""
-        for undo in self._undo:
-            undo()
-        return self._calls
+        """Return the calls by block, without those refused; blocks are as they were again."""
+        while self._undo:
+            self._undo.pop()()
+        return {name: call for name, call in self._calls.items() if name not in self.refusals}
+
+
+class _NotedForward:
+    # Of a module that is copied or pickled within the step, this becomes the copy's own forward
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        note: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        watch: Callable[[Any], None],
+    ) -> None:
+        self.forward, self._note, self._watch = forward, note, watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _is_training():
+            return self.forward(*args, **kwargs)
+        self._note(args, kwargs)
+        made = self.forward(*args, **kwargs)
+        self._watch(made)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (self.forward,)
 
 
 def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:

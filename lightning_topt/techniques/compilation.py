@@ -413,9 +413,11 @@ def compare(
 def _compare(blocks: Sequence[nn.Module], call: BlockCall, *, saves_memory: bool) -> Trial:
     # Time a block of equal `blocks`, and run the others, which must not compile anew
     eager = _Runner(blocks[0], call)
+    with _Alone():
+        expected = eager.results()
     start = perf_counter()
     compiled = _Runner(blocks[0], call, compiled=True)
-    expected, found = eager.results(), compiled.results()
+    found = compiled.results()
     compilation = perf_counter() - start
     if compiled.failure:
         return Trial(compiled.failure)
@@ -433,13 +435,30 @@ def _compare(blocks: Sequence[nn.Module], call: BlockCall, *, saves_memory: bool
     if saves_memory and (more := compiled.kept_bytes() - eager.kept_bytes()) > 0:
         why = f"compiled it keeps {more} bytes more for the backward pass"
         return Trial(why, one, other, compilation)
-    for block in blocks[1:]:
+    for block in blocks:
         with torch._dynamo.config.patch(error_on_recompile=True):
             again = _Runner(block, call, compiled=True)
             again.results()
+        if again.failure and block is blocks[0]:
+            # it keeps a state, or hooks do: recomputed, it would be another
+            return Trial(f"its code is compiled for one call ({again.failure})", one, other)
         if again.failure:
             return Trial(f"equal blocks do not share compiled code ({again.failure})", one, other)
     return trial
+
+
+class _Alone(TorchDispatchMode):
+    # Refuses collectives: other ranks take no part in a trial, which would wait for them
+
+    supports_higher_order_operators = True
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            raise RuntimeError("it exchanges something with other ranks")
+        return func(*args, **(kwargs or {}))
 
 
 class _Runner:

@@ -14,7 +14,6 @@ then on. Random numbers are those of eager mode; results differ as orders of add
 
 from __future__ import annotations
 
-import copy
 import statistics
 import warnings
 from collections import Counter
@@ -113,11 +112,9 @@ class CompiledForward:
         # nothing has run yet: what does not compile is refused before
         return self.forward(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
-        return CompiledForward(copy.deepcopy(self.forward, memo), self.form)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledForward, (self.forward, self.form)
+        # of a module that is copied or pickled within the fit, which outlives it
+        return partial, (self.forward,)
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:

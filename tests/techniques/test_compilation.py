@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,12 @@ from torch import Tensor, nn
 
 from lightning_topt.graph.errors import explain_compiled
 from lightning_topt.techniques import compilation
-from lightning_topt.techniques.compilation import CompiledForward, Recording, compare
+from lightning_topt.techniques.compilation import (
+    CompiledForward,
+    Recording,
+    compare,
+    compile_blocks,
+)
 
 runs: list[Any] = []  # of compiled graphs
 
@@ -93,14 +99,21 @@ def test_gradients_that_are_differentiated_are_seen_beforehand() -> None:
     assert list(recording.take()) == ["once"]  # nothing is undone twice
 
 
-def test_copies_made_within_the_step_have_a_forward_of_their_own() -> None:
+@pytest.mark.parametrize("begin", [Recording, compile_blocks])
+def test_copies_made_within_a_fit_run_as_written(begin: Any) -> None:
+    """Copies and pickles have a forward of their own, which needs nothing of this package."""
     module, x = nn.ModuleDict({"block": stack()}), torch.randn(2, 8)
-    recording = Recording(module, module)
-    copied = copy.deepcopy(module)
-    recording.take()
+    begin(module, {"block": None})
+    module["block"](x), module["block"](x)
+    before = len(runs)
+    pickled = pickle.dumps(module)
+    assert b"lightning_topt" not in pickled
+    copies = copy.deepcopy(module), pickle.loads(pickled)
     with torch.no_grad():
         module["block"][2].bias += 1
-    torch.testing.assert_close(copied["block"](x) + 1, module["block"](x))
+    for each in copies:
+        torch.testing.assert_close(each["block"](x) + 1, nn.Sequential.forward(module["block"], x))
+    assert len(runs) == before
 
 
 class Counts(nn.Module):

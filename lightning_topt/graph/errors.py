@@ -163,6 +163,18 @@ def explain_shards(error: BaseException) -> None:
         )
 
 
+def explain_compiled(error: BaseException) -> None:
+    """Let `error` say in one sentence why a compiled block has no second derivative, if it is that.
+
+    Blocks are compiled where a step that was watched asks for none; a later one may.
+    """
+    if isinstance(error, RuntimeError) and "not currently support double backward" in str(error):
+        error.args = (
+            "the gradients of a compiled block cannot be differentiated again (create_graph=True): "
+            f"leave 'compile' out of `allow` and of the plan\n{user_line(error)}",
+        )
+
+
 def _is_assertion_of_shards(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     return (

@@ -35,7 +35,7 @@ from lightning_topt.communication.hook import CompressedExchange, ExchangeStatis
 from lightning_topt.costs.accuracy import LEVEL
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.memory import MemoryMeter
-from lightning_topt.graph.errors import explain_shards
+from lightning_topt.graph.errors import explain_compiled, explain_shards
 from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.data_parallel_hooks import (
@@ -375,6 +375,7 @@ class AutoParallelStrategy(DataParallelHooks):
         if isinstance(exception, torch.OutOfMemoryError) and not self._is_asked:
             exception.args = (f"{exception}\n{_WAY_OUT}",)
         explain_shards(exception)
+        explain_compiled(exception)
         self._guard.close(alone=True)
         self.rank_watch.name(exception)
         super().on_exception(exception)

@@ -160,7 +160,8 @@ class CompiledSteps:
         vote: Vote | None = None
         if self._recording is not None:
             calls = self._recording.take()
-            vote = self._vote(calls)
+            vote = self._vote(calls, self._recording.refusals)
+            self._recording = None
         # one line of each node; ranks behind the first have none
         votes = [each for each in gather(vote) if each is not None]
         forms = gather({name: form_of(call[:2]) for name, call in calls.items()})[0]
@@ -191,9 +192,11 @@ class CompiledSteps:
             f"topt: compiled, after a trial of {seconds:.0f} s: {_words(trials, self._groups)}"
         )
 
-    def _vote(self, calls: Mapping[str, BlockCall]) -> Vote:
+    def _vote(self, calls: Mapping[str, BlockCall], refusals: Mapping[str, str]) -> Vote:
+        refused = {name: Trial(why) for name, why in refusals.items()}
         if not calls:
-            return Vote({}, "no block was called in the step that was watched")
+            no_call = "no block was called in the step that was watched"
+            return Vote(refused, None if refused else no_call)
         module, groups, device = self._module, self._groups, self._strategy.root_device
         saves_memory, limit = self._saves_memory, 0.9 * within_limit(_TRIAL_SECONDS)
 
@@ -204,9 +207,9 @@ class CompiledSteps:
         try:
             if hasattr(os, "fork") and device.type == "cpu":
                 trial = ForkedCall(run, isolated=True).result(timeout_seconds=limit)
-                return Vote(trial)
+                return Vote({**trial, **refused})
             with torch.random.fork_rng(devices=[device]):
-                return Vote(run(copy.deepcopy(module)))
+                return Vote({**run(copy.deepcopy(module)), **refused})
         except Exception as error:
             return Vote({}, f"the trial failed: {one_line(error)}")
 

@@ -42,6 +42,7 @@ class Run:
     plan: str = "ddp"
     level: int = 0  # of sharding: the highest of all blocks
     is_plain: bool = True  # every rank computes as under ddp: equal to the last bit
+    compiled: dict[str, int | str] = field(default_factory=dict)  # see test_once.compile_at_once
 
 
 class KeepLosses(L.Callback):
@@ -83,6 +84,8 @@ def run_program(program: Program, strategy: Strategy) -> Run:
         run.plan = plan.summary()
         run.level = max(block.config.storage.level for block in plan.blocks)
         run.is_plain = is_ddp(plan)
+    run.compiled = getattr(strategy, "compiled_blocks", {})
+    run.is_plain = run.is_plain and not run.compiled
     return run
 
 

@@ -3,7 +3,7 @@ runs as often, and losses, states and what the programs note are equal.
 
 The environment variable ONCE takes some programs by their names, or "all" under every strategy;
 otherwise every second one runs by default, and every fourth one, and each that is refused, meets
-one of the plans that are asked for.
+one of the plans that are asked for. Few meet compiled blocks, which take 5 to 20 s each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import pytest
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.optim import adaptive_step
 from lightning_topt.plan import choose
-from lightning_topt.plugins import shared_updates
+from lightning_topt.plugins import compiled_steps, shared_updates
+from lightning_topt.plugins.compiled_steps import CompiledSteps
+from lightning_topt.techniques import compilation
+from tests.foreign import once_run
 from tests.foreign.once_run import compare_counts
 from tests.foreign.programs import ALL
 from tests.foreign.run import CLUSTER, Outcome, is_ddp, topt_strategy
@@ -43,6 +46,11 @@ def limited(program: Any) -> Any:
     return topt_strategy(program, memory_limit="1GiB", cluster=CLUSTER)
 
 
+def compiled(program: Any) -> Any:
+    """With blocks that are compiled whether or not it pays: see `compile_at_once`."""
+    return topt_strategy(program, allow="compile")
+
+
 def full(program: Any) -> Any:
     return topt_strategy(program, plan="search", cluster=CLUSTER)
 
@@ -65,6 +73,21 @@ NOT_SHARED = frozenset(
         *("manual_accumulates", "manual_searcheslines"),
     ]
 )
+# No block is compiled: there is none, its gradients are differentiated, it talks to other ranks,
+# or its results or its code depend on calls before: by a count, a cache or buffers of its own, or
+# by a hook that keeps a list.
+NOT_COMPILED = frozenset(
+    [
+        *("packed_lstm", "gradient_penalty", "penalty_on_gradients", "norm_over_ranks"),
+        *("block_that_counts_its_calls", "gpt2", "norms_of_weights"),
+        *("checkpointing_by_the_user", "dtypes_under_autocast"),
+    ]
+)
+# What meets compiled blocks by default, in half a minute.
+COMPILED = [
+    *("manual_surgery", "gradients_per_sample", "body_unfrozen_at_step_5"),
+    *("batch_sampler_with_workers", "gradient_penalty", "norm_over_ranks"),
+]
 # What cannot be tried before the fit, and a part of the sentence.
 UNTRACED = {
     # made by a hook of training, which comes after planning
@@ -145,6 +168,8 @@ def chosen(strategy: MakeStrategy) -> list[str]:
         return list(ALL)
     if strategy is default:
         return [*ALL[::2]]
+    if strategy is compiled:
+        return COMPILED
     among, known = ALL[ASKED.index(strategy) :: len(ASKED)], refusals(strategy)
     return [name for index, name in enumerate(among) if index % 4 == 0 or name in known]
 
@@ -216,6 +241,66 @@ def test_what_runs_under_ddp_is_equal_by_default(monkeypatch: pytest.MonkeyPatch
     ran = check(compare_counts(names, default, among=names), {})
     whole = {name for name, ranks in ran.items() if ranks[0].topt.level == 0}
     assert whole == NOT_SHARED & {*names}
+
+
+# ---- compiled blocks
+
+
+def compile_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Let blocks be compiled before the third batch, however slow they are, and stay so.
+
+    The strategy gets `compiled_blocks`: how often a block was called in the form that is compiled,
+    or why it runs as it is written. Ranks are forked, and have this as well.
+    """
+    plain_end, plain_run = CompiledSteps.end, compilation._without_compiler
+
+    def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
+        run = plain_run(forward)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found = run(*args, **kwargs)
+            counted.calls += 1  # type: ignore[attr-defined]
+            return found
+
+        counted.calls = 0  # type: ignore[attr-defined]
+        return counted
+
+    def end(self: Any) -> None:
+        found = self._strategy.compiled_blocks = {}
+        for name, part in self._module.named_modules():
+            own = vars(compilation._holder(part)).get("forward")
+            if isinstance(own, compilation.CompiledForward):
+                found[name] = own.failure or getattr(own._compiled, "calls", 0)
+        plain_end(self)
+
+    patch.setattr(CompiledSteps, "end", end)
+    patch.setattr(compilation, "_without_compiler", counting)
+    patch.setattr(compilation, "LEAST_GAIN", 0.0)
+    patch.setattr(compilation, "_PAIR_SECONDS", 0.0)
+    patch.setattr(compiled_steps, "_WARM", 0)
+    patch.setattr(compiled_steps, "_TIMED", 1)
+    patch.setattr(compiled_steps, "_COMPILES", 1 << 40)
+    patch.setattr(compiled_steps, "USUAL_SECONDS", 0.0)
+    patch.setattr(
+        compilation.Trial, "saved_seconds", property(lambda trial: 0.0 if trial.refusal else 1e9)
+    )
+    patch.setattr(CompiledSteps, "_batches_left", lambda self: 1e9)
+    patch.setattr(once_run, "LIMIT_SECONDS", 300)
+
+
+@pytest.mark.timeout(3600)
+def test_what_is_compiled_is_equal_to_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of compiled code have another order; user code runs as often."""
+    compile_at_once(monkeypatch)
+    names = chosen(compiled)
+    ran = check(compare_counts(names, compiled, among=names), {})
+    plain = {name for name, ranks in ran.items() if not any(map(is_in_use, ranks))}
+    assert plain == NOT_COMPILED & {*names}
+
+
+def is_in_use(outcome: Outcome) -> bool:
+    """Whether compiled code of a block ran until the end of the fit."""
+    return any(isinstance(calls, int) and calls > 0 for calls in outcome.topt.compiled.values())
 
 
 # ---- plans that are asked for

@@ -86,7 +86,7 @@ NOT_COMPILED = frozenset(
 # What meets compiled blocks by default, in half a minute.
 COMPILED = [
     *("manual_surgery", "gradients_per_sample", "body_unfrozen_at_step_5"),
-    *("batch_sampler_with_workers", "gradient_penalty", "norm_over_ranks"),
+    *("gradient_penalty", "norm_over_ranks"),
 ]
 # What cannot be tried before the fit, and a part of the sentence.
 UNTRACED = {

@@ -13,8 +13,10 @@ What happens, by the batches of the fit:
     21 to 30    timed: compiled blocks stay only if steps are faster
 
 Nothing that user code sees changes but `forward` of some modules. A copy that crashes, differs or
-is slower leaves the fit as it is, and one line says why. On accelerators, whose work no copy can
-do, each first rank compares in its own process, on a copy of the module.
+is slower leaves the fit as it is, and one line says why. So do blocks with collectives or a state,
+and blocks whose gradients are differentiated in batch 16: where only later steps do so, they fail
+with one sentence. On accelerators, whose work no copy can do, each first rank compares in its own
+process, on a copy of the module.
 """
 
 from __future__ import annotations

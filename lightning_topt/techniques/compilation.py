@@ -410,7 +410,7 @@ def compare(
 def _compare(blocks: Sequence[nn.Module], call: BlockCall, *, saves_memory: bool) -> Trial:
     # Time a block of equal `blocks`, and run the others, which must not compile anew
     eager = _Runner(blocks[0], call)
-    with _Alone():
+    with _Alone():  # type: ignore[no-untyped-call]
         expected = eager.results()
     start = perf_counter()
     compiled = _Runner(blocks[0], call, compiled=True)

@@ -41,7 +41,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_request import steps_of_fit
 from lightning_topt.techniques.compilation import (
     BlockCall,
-    Recording,
+    CallRecording,
     Trial,
     candidates,
     compare,
@@ -83,7 +83,7 @@ class CompiledSteps:
         self._strategy, self._module = strategy, strategy.lightning_module
         self._saves_memory = saves_memory
         self._groups: dict[str, list[str]] = {}
-        self._recording: Recording | None = None
+        self._recording: CallRecording | None = None
         self._marks: list[float] = []
         self._eager_seconds = 0.0
         self._batch = 0
@@ -149,7 +149,7 @@ class CompiledSteps:
             rank_zero_info("topt: no blocks are compiled: the module has no parts but kernels")
             self._leave()
         elif self._is_first_of_node:
-            self._recording = Recording(self._module, self._groups)
+            self._recording = CallRecording(self._module, self._groups)
 
     @property
     def _is_first_of_node(self) -> bool:

@@ -282,7 +282,7 @@ class BlockCall(NamedTuple):
     autocast: tuple[str, torch.dtype] | None
 
 
-class Recording:
+class CallRecording:
     """Notes a call of the first block of each group in the step that runs next.
 
     Attributes:

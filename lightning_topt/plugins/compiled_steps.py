@@ -13,8 +13,10 @@ What happens, by the batches of the fit:
     20 to 29    timed: compiled blocks stay only if steps are faster
 
 Nothing that user code sees changes but `forward` of some modules. A copy that crashes, differs or
-is slower leaves the fit as it is, and one line says why. On accelerators, whose work no copy can
-do, each first rank compares in its own process, on a copy of the module.
+is slower leaves the fit as it is, and one line says why. So do blocks with collectives or a state,
+and blocks whose gradients are differentiated in batch 16: where only later steps do so, they fail
+with one sentence. On accelerators, whose work no copy can do, each first rank compares in its own
+process, on a copy of the module.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_request import steps_of_fit
 from lightning_topt.techniques.compilation import (
     BlockCall,
-    NotedCalls,
+    CallRecording,
     Trial,
     candidates,
     compare,
@@ -82,7 +84,7 @@ class CompiledSteps:
         self._strategy, self._module = strategy, strategy.lightning_module
         self._saves_memory = saves_memory
         self._groups: dict[str, list[str]] = {}
-        self._recording: NotedCalls | None = None
+        self._recording: CallRecording | None = None
         self._marks: list[float] = []
         self._eager_seconds = 0.0
         self._batch = 0
@@ -148,7 +150,7 @@ class CompiledSteps:
             rank_zero_info("topt: no blocks are compiled: no part of the module can be")
             self._leave()
         elif self._is_first_of_node:
-            self._recording = NotedCalls(self._module, self._groups)
+            self._recording = CallRecording(self._module, self._groups)
 
     @property
     def _is_first_of_node(self) -> bool:

@@ -1,6 +1,6 @@
 """Compiled blocks: the forward of a module through `torch.compile`, where that was measured to pay.
 
-    noted = NotedCalls(module, names)       of one block of each group of `candidates`
+    noted = CallRecording(module, names)       of one block of each group of `candidates`
     ...                                     a training step
     trials = compare(module, groups, noted.take())     in a copy of this process
     compile_blocks(module, forms)           `uncompile` undoes it
@@ -293,7 +293,7 @@ class BlockCall(NamedTuple):
     autocast: tuple[str, torch.dtype] | None
 
 
-class NotedCalls:
+class CallRecording:
     """Notes a call of the first block of each group in the step that runs next.
 
     Attributes:
@@ -421,7 +421,7 @@ def compare(
 def _compare(blocks: Sequence[nn.Module], call: BlockCall, *, saves_memory: bool) -> Trial:
     # Time a block of equal `blocks`, and run the others, which must not compile anew
     eager = _Runner(blocks[0], call)
-    with _Alone():
+    with _Alone():  # type: ignore[no-untyped-call]
         expected = eager.results()
     start = perf_counter()
     compiled = _Runner(blocks[0], call, compiled=True)

@@ -20,8 +20,8 @@ from lightning_topt.plugins import compiled_steps
 from lightning_topt.plugins.plan_request import Allowed
 from lightning_topt.techniques import compilation
 from lightning_topt.techniques.compilation import (
+    CallRecording,
     CompiledForward,
-    NotedCalls,
     Trial,
     candidates,
     compare,
@@ -139,7 +139,7 @@ def test_a_fit_goes_on_where_compiling_fails_or_does_not_pay(patch: str) -> None
 
 def trials_of(module: nn.Module, x: Tensor) -> dict[str, Trial]:
     groups = candidates(module)
-    recording = NotedCalls(module, groups)
+    recording = CallRecording(module, groups)
     module(x).sum().backward()
     calls = recording.take()
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_topt.graph.errors import explain_compiled
 from lightning_topt.techniques import compilation
 from lightning_topt.techniques.compilation import (
+    CallRecording,
     CompiledForward,
-    NotedCalls,
     compare,
     compile_blocks,
 )
@@ -86,7 +86,7 @@ def test_a_second_derivative_is_refused_in_one_sentence(monkeypatch: pytest.Monk
 
 def test_gradients_that_are_differentiated_are_seen_beforehand() -> None:
     module, x = nn.ModuleDict({"once": stack(), "twice": stack()}), torch.randn(2, 8)
-    recording = NotedCalls(module, module)
+    recording = CallRecording(module, module)
     loss = module["once"](x).sum()
     made = module["twice"](x)
     (slope,) = torch.autograd.grad(
@@ -99,7 +99,7 @@ def test_gradients_that_are_differentiated_are_seen_beforehand() -> None:
     assert list(recording.take()) == ["once"]  # nothing is undone twice
 
 
-@pytest.mark.parametrize("begin", [NotedCalls, compile_blocks])
+@pytest.mark.parametrize("begin", [CallRecording, compile_blocks])
 def test_copies_made_within_a_fit_run_as_written(begin: Any) -> None:
     """Copies and pickles have a forward of their own, which needs nothing of this package."""
     module, x = nn.ModuleDict({"block": stack()}), torch.randn(2, 8)
@@ -132,7 +132,7 @@ class Counts(nn.Module):
 def test_blocks_with_a_state_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "LEAST_GAIN", 0.0)
     module = nn.ModuleDict({"plain": stack(), "counts": Counts()})
-    recording = NotedCalls(module, module)
+    recording = CallRecording(module, module)
     for block in module.values():
         block(torch.randn(2, 8))
     trials = compare(module, {name: [name] for name in module}, recording.take())

@@ -77,7 +77,7 @@ class DigitsDataModule(pl.LightningDataModule):
         """Load the images from scikit-learn's package (no download)."""
         if load_digits is None:
             raise ModuleNotFoundError(
-                "the digits come with scikit-learn: pip install 'lightning-topt[examples]'"
+                'the digits come with scikit-learn: pip install -e ".[examples]"'
             )
         images, digits = load_digits(return_X_y=True)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))

@@ -272,7 +272,7 @@ def transformers() -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "model=hf builds models of the package transformers: pip install transformers"
+            'model=hf builds models of the package transformers: pip install -e ".[hf]"'
         ) from error
 
 

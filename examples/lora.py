@@ -2,7 +2,7 @@
 
     python examples/lora.py
 
-Needs `pip install 'lightning-topt[hf]'`. Only the adapters are trained, so that a few percent of
+Needs `pip install -e ".[hf]"`. Only the adapters are trained, so that a few percent of
 the parameters have gradients and optimizer states. The base model is small and has random weights,
 so nothing is downloaded: put a pretrained one in its place.
 """
@@ -24,7 +24,7 @@ import lightning_topt  # noqa: F401  (registers the strategy names)
 try:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 except ModuleNotFoundError:
-    sys.exit("this example needs peft: pip install 'lightning-topt[hf]'")
+    sys.exit('this example needs peft: pip install -e ".[hf]"')
 
 SEQUENCE = 64
 

@@ -104,3 +104,15 @@ def test_version_and_changelog_agree():
     released = re.findall(r"^## (\d+\.\d+\.\d+)", changelog, re.MULTILINE)
     assert released[0] == __version__
     assert str(yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]) == __version__
+
+
+def test_hints_install_extras_from_a_checkout():
+    """No index has the package: no hint names it in place of a checkout."""
+    files = [
+        path
+        for folder in ("lightning_topt", "conf", "docs", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".yaml", ".ipynb")
+    ]
+    named = [path for path in files if "lightning-topt[" in path.read_text()]
+    assert files and not named

@@ -165,9 +165,7 @@ def parts(name: str) -> Sequence[Part]:
         return [Part(torch.optim.Muon, {"lr": 1e-3}, hidden_matrix), rest]
     if name in ("Shampoo", "SOAP"):
         if pytorch_optimizer is None:
-            raise ValueError(
-                f'{name} needs pytorch-optimizer: pip install "lightning-topt[optimizers]"'
-            )
+            raise ValueError(f'{name} needs pytorch-optimizer: pip install -e ".[optimizers]"')
         return [Part(getattr(pytorch_optimizer, name), {"lr": 1e-4})]
     raise ValueError(f"{name!r} is not an optimizer of this benchmark")
 

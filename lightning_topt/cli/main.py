@@ -187,6 +187,9 @@ def _sentence(error: BaseException) -> str | None:
             f"{_one_line(str(error))}; a value that `--cfg job` shows refers to it, as data made "
             "for another model does"
         )
+    if isinstance(error, ModuleNotFoundError):  # ours have no name, but a hint
+        hint = "" if error.name is None else "; install the package that has it"
+        return _one_line(str(error)) + hint
     # written for the user: a ValueError whose innermost frame is in this package or in Lightning
     module = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):

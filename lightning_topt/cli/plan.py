@@ -67,6 +67,7 @@ def _plan_once(config: DictConfig) -> None:
     setup = PlanSetup.of(config)
     request, trainer = setup.request, setup.trainer
     meshes = SearchedMeshes.read(config, request, trainer)
+    meshes.check_devices(request.cluster, trainer)
     objective = config.objective or request.objective
     check_objective(objective, allowed=(*OBJECTIVES, TIME_TO_LOSS))
     if request.cluster is not None:  # else ranks of torchrun or srun measure it together

@@ -40,7 +40,9 @@ from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.cli.calibrate import run_on_ranks
 from lightning_topt.cli.example_step import ExampleStep, ModelSetup, model_name, plain_value
+from lightning_topt.communication.started_ranks import started_rank
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.communication import check_world_size
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.measuring import on_rank_0
@@ -472,6 +474,17 @@ class SearchedMeshes:
         # a mesh with a pipeline axis is searched by the pipeline's shape, not as a mesh
         searched = None if mesh.pipeline_axes else mesh
         return cls(counts, searched, has_tensor, has_tensor, pipelines, mesh.data_parallel_size)
+
+    def check_devices(self, cluster: Cluster | None, trainer: pl.Trainer) -> None:
+        """Raise ValueError where `cluster`, or the ranks here, are fewer than is searched for."""
+        most = max(self.device_counts)
+        if cluster is not None:
+            check_world_size(cluster, world_size=most)
+        elif most > (here := max(started_rank()[1], trainer.num_devices)):
+            raise ValueError(
+                f"{most} ranks do not fit the {here} device(s) here: set trainer.devices={most}, "
+                "or choose a larger cluster, such as cluster=a100_8x8"
+            )
 
     def global_batch_size(self, samples: int, *, world_size: int) -> int:
         """Return the samples of a step on all ranks.

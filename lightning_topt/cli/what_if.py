@@ -245,6 +245,9 @@ def _searches(
 ) -> Iterator[Search]:
     # meshes first: whether any of them has a tensor axis decides how the step is captured
     meshes = [SearchedMeshes.read(config, request, setup.trainer) for request in requests]
+    for searched, request in zip(meshes, requests, strict=True):
+        if request.cluster is None:  # too few devices of a known one leave out single scenarios
+            searched.check_devices(None, setup.trainer)
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example = setup.capture(
         splits=any(each.tensor for each in meshes),

@@ -14,6 +14,7 @@ its own watchdog ends the process.
     learned/RANK    each survivor                     it knows who is lost
     ended/RANK      a rank that ends with an error    which error
     process/RANK    each watch, when it starts        which process it is
+    over            rank 0, when its run is over      ask no more: it may host the store
 
 Rank 0 may host the store, and its error may end its process. So it first waits until the other
 survivors have learned who is lost.
@@ -171,7 +172,7 @@ class RankWatch:
         with contextlib.suppress(RuntimeError):
             store.set(f"process/{self.rank}", own_identity())
             # until somebody fails, or this rank ends
-            while not self._stops and not self._own_end:
+            while not self._stops and not self._own_end and not store.check(["over"]):
                 if self._asks or store.check([FAILED]):
                     self._learn(store)
                     break
@@ -180,7 +181,18 @@ class RankWatch:
                 store.set(f"ended/{self.rank}", self._own_end)
             elif self.survivors is None:
                 store.delete_key(f"process/{self.rank}")
+                if self.rank == 0:
+                    self._let_go(store)
         self._done.set()
+
+    def _let_go(self, store: Store) -> None:
+        # Wait until the watches of other ranks have ended: the store may go with this process
+        store.set("over", "1")
+        others = [f"process/{rank}" for rank in range(1, self.world_size)]
+        deadline = time.monotonic() + 2 * POLL_SECONDS
+        while any(store.check([key]) for key in others) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        store.delete_key("over")
 
     def _learn(self, store: Store) -> None:
         # Sign in, find out who is lost, and let the others do so

@@ -12,6 +12,8 @@ from tests.forked_command import forked_topt
 
 SMALL = " ".join(TINY)
 ALONE = f"{SMALL} tensor=false pipeline=false cluster=local_cpu"
+OF_8 = "cluster.devices_per_node=8"
+LACKING = "data=own data._target_=lacking.Data"
 WHOLE = "is at least 1, a whole number; got"
 
 
@@ -32,7 +34,12 @@ WHOLE = "is at least 1, a whole number; got"
         ("plan strategy.plan=zero1", "such as 'mesh={data:2,tensor:4}'"),
         ("train +trainer.colour=red", "colour"),
         (f"plan {ALONE} strategy.memory_limit=1KiB", "memory"),
-        (f"plan {ALONE} device_counts=[2,3]", "cannot be divided evenly over 3 devices"),
+        (f"plan {ALONE} device_counts=[2,3] {OF_8}", "cannot be divided evenly over 3 devices"),
+        (f"plan {SMALL} mesh={{data:2,tensor:2}}", "4 ranks do not fit the 2 device(s) here"),
+        (f"plan {SMALL} device_counts=[8] batch_size=8", "8 ranks do not fit the 2 device(s) here"),
+        (f"plan {SMALL} mesh={{pipeline:4}} cluster=local_cpu", "4 ranks do not fit the cluster"),
+        (f"plan {LACKING}", "No module named 'not_there'; install the package that has it"),
+        (f"train {LACKING} trainer.devices=1 strategy=ddp", "No module named 'not_there'; install"),
         (f"plan {SMALL} model.num_heads=1 cluster=a100_8x8 mesh={{tensor:7}}", "cut into 7 slices"),
     ],
 )
@@ -48,6 +55,11 @@ def test_one_sentence_and_status_2(words: str, sentence: str, tmp_path: Path) ->
         (tmp_path / f"{to}.yaml").write_text(text.replace(line, f"{line}\n{line}"))
     # and one whose reading fails
     (tmp_path / "twice" / "model" / "broken.yaml").symlink_to("/proc/self/mem")
+    # and data that need a package
+    (tmp_path / "lacking.py").write_text(
+        "import lightning as L\n\n\nclass Data(L.LightningDataModule):\n"
+        "    def setup(self, stage):\n        import not_there\n"
+    )
     status, output = forked_topt(*words.split(), folder=tmp_path)
     said = [line for line in output.splitlines() if line.startswith("topt: ")]
     assert len(said) == 1 and sentence in said[0], output

@@ -191,6 +191,27 @@ def test_nothing_is_left_behind() -> None:
     assert on_tcp(left_behind, 2, reporters=[0, 1]) == {0: "True True", 1: "True True"}
 
 
+def outlives_the_host(rank: int) -> str:
+    """Rank 1 has not stopped its watch when rank 0, which hosts the store, is done."""
+    dist.barrier()
+    before = _get_default_store().num_keys()
+    dist.barrier()
+    watch = watch_ranks()
+    assert watch is not None
+    while _get_default_store().num_keys() < before + 2:  # which process each rank is
+        time.sleep(0.01)
+    dist.barrier()
+    if rank == 0:
+        watch.stop()
+        return ""
+    watch._thread.join(10)
+    return "asks" if watch._thread.is_alive() else "ended"
+
+
+def test_a_watch_asks_no_store_whose_host_is_done() -> None:
+    assert on_tcp(outlives_the_host, 2, reporters=[0, 1])[1] == "ended"
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

@@ -22,12 +22,10 @@ process, on a copy of the module.
 from __future__ import annotations
 
 import copy
-import math
 import os
 import statistics
 from collections.abc import Mapping
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -58,11 +56,7 @@ _TRIAL_SECONDS = 600.0  # that a copy may take to compile, while the other ranks
 USUAL_SECONDS, USUAL_GAIN = 20.0, 0.1
 
 
-class Vote(NamedTuple):
-    """What a node found: trials by block, or why there are none."""
-
-    trials: Mapping[str, Trial]
-    problem: str | None = None
+Vote = Mapping[str, Trial] | str  # of a node: trials by block, or why there are none
 
 
 class CompiledSteps:
@@ -71,16 +65,12 @@ class CompiledSteps:
     Under `plan`, None where none is decided yet; with tensor axes or stages nothing is compiled.
     With `saves_memory` blocks that keep more for the backward pass are left as they are. Methods
     are collective calls.
-
-    Attributes:
-        gain: eager seconds of a step over compiled ones, once measured.
     """
 
     def __init__(
         self, strategy: DDPStrategy, plan: ParallelPlan | None, *, saves_memory: bool
     ) -> None:
         assert strategy.lightning_module is not None
-        self.gain: float | None = None
         self._strategy, self._module = strategy, strategy.lightning_module
         self._saves_memory = saves_memory
         self._groups: dict[str, list[str]] = {}
@@ -139,22 +129,20 @@ class CompiledSteps:
     def _begin_trial(self) -> None:
         left = self._batches_left() * self._eager_seconds
         if left * USUAL_GAIN < USUAL_SECONDS:
-            rank_zero_info(
-                f"topt: no blocks are compiled: this fit has about {left:.0f} s left, and a "
-                f"compilation takes about {USUAL_SECONDS:.0f}"
+            self._compile_nothing(
+                f"this fit has about {left:.0f} s left, and a compilation takes about "
+                f"{USUAL_SECONDS:.0f}"
             )
-            self._leave()
             return
         self._groups = candidates(self._module)
         if not self._groups:
-            rank_zero_info("topt: no blocks are compiled: no part of the module can be")
-            self._leave()
-        elif self._is_first_of_node:
+            self._compile_nothing("no part of the module can be")
+        elif self._strategy.local_rank == 0:
             self._recording = CallRecording(self._module, self._groups)
 
-    @property
-    def _is_first_of_node(self) -> bool:
-        return self._strategy.local_rank == 0
+    def _compile_nothing(self, reason: str) -> None:
+        rank_zero_info(f"topt: no blocks are compiled: {reason}")
+        self._leave()
 
     def _try(self) -> None:
         start = perf_counter()
@@ -168,11 +156,10 @@ class CompiledSteps:
         votes = [each for each in gather(vote) if each is not None]
         forms = gather({name: form_of(call[:2]) for name, call in calls.items()})[0]
         seconds = perf_counter() - start
-        if problem := next((each.problem for each in votes if each.problem), None):
-            rank_zero_info(f"topt: no blocks are compiled: {problem}")
-            self._leave()
+        if problems := [each for each in votes if isinstance(each, str)]:
+            self._compile_nothing(problems[0])
             return
-        trials = _agreed([each.trials for each in votes])
+        trials = _agreed([each for each in votes if not isinstance(each, str)])
         chosen = {name: trial for name, trial in trials.items() if not trial.refusal}
         saved = sum(len(self._groups[name]) * t.saved_seconds for name, t in chosen.items())
         compilation = sum(trial.compilation_seconds for trial in chosen.values())
@@ -184,8 +171,7 @@ class CompiledSteps:
                     f"{saved * left:.0f} s would be saved, and a compilation takes "
                     f"{compilation:.0f}"
                 )
-            rank_zero_info(f"topt: no blocks are compiled: {words}")
-            self._leave()
+            self._compile_nothing(words)
             return
         compile_blocks(
             self._module, {each: forms[name] for name in chosen for each in self._groups[name]}
@@ -197,8 +183,7 @@ class CompiledSteps:
     def _vote(self, calls: Mapping[str, BlockCall], refusals: Mapping[str, str]) -> Vote:
         refused = {name: Trial(why) for name, why in refusals.items()}
         if not calls:
-            no_call = "no block was called in the step that was watched"
-            return Vote(refused, None if refused else no_call)
+            return refused or "no block was called in the step that was watched"
         module, groups, device = self._module, self._groups, self._strategy.root_device
         saves_memory, limit = self._saves_memory, 0.9 * within_limit(_TRIAL_SECONDS)
 
@@ -209,24 +194,23 @@ class CompiledSteps:
         try:
             if hasattr(os, "fork") and device.type == "cpu":
                 trial = ForkedCall(run, isolated=True).result(timeout_seconds=limit)
-                return Vote({**trial, **refused})
+                return {**trial, **refused}
             with torch.random.fork_rng(devices=[device]):
-                return Vote({**run(copy.deepcopy(module)), **refused})
+                return {**run(copy.deepcopy(module)), **refused}
         except Exception as error:
-            return Vote({}, f"the trial failed: {one_line(error)}")
+            return f"the trial failed: {one_line(error)}"
 
     def _check(self) -> None:
         # Whether steps are faster, by the clock
         seconds = self._step_seconds()
-        self.gain = self._eager_seconds / seconds
-        if self.gain < 1:
+        share = seconds / self._eager_seconds
+        if share > 1:
             uncompile(self._module)
             rank_zero_info(
-                f"topt: compiled blocks are given up: steps took {1 / self.gain:.2f} of the time "
-                "of those before"
+                f"topt: compiled blocks are given up: steps took {share:.2f} of the time before"
             )
         else:
-            rank_zero_info(f"topt: steps of compiled blocks take {1 / self.gain:.2f} of the time")
+            rank_zero_info(f"topt: steps of compiled blocks take {share:.2f} of the time")
         self._leave()
 
 
@@ -244,10 +228,9 @@ def _words(trials: Mapping[str, Trial], groups: Mapping[str, list[str]]) -> str:
     words = []
     for name, trial in trials.items():
         more = f" and {len(groups[name]) - 1} like it" if groups[name][1:] else ""
-        ratio = trial.compiled_seconds / trial.eager_seconds if trial.eager_seconds else math.nan
-        words.append(
-            f"not {name!r}{more} ({trial.refusal})"
-            if trial.refusal
-            else f"{name!r}{more} ({ratio:.2f} of their time)"
-        )
-    return "; ".join(words) or "none was called"
+        if trial.refusal:
+            words.append(f"not {name!r}{more} ({trial.refusal})")
+        else:
+            share = trial.compiled_seconds / trial.eager_seconds
+            words.append(f"{name!r}{more} ({share:.2f} of their time)")
+    return "; ".join(words)

@@ -248,30 +248,28 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
             map(is_compiled, part.modules())
         )
 
-    def blocks_in(path: str) -> list[str]:
-        names = (f"{path}.{name}".lstrip(".") for name, _ in children_of(path))
-        return [name for name in names if is_block(name)]
+    def children(path: str) -> list[str]:
+        names = module.get_submodule(path).named_children()
+        return [f"{path}.{name}".lstrip(".") for name, _ in names]
 
-    def children_of(path: str) -> Iterable[tuple[str, nn.Module]]:
-        return module.get_submodule(path).named_children()
+    def structures(path: str) -> list[int]:
+        return [numbers[name] for name in children(path) if is_block(name)]
 
     def has_stack(path: str) -> bool:
         # Whether two modules in it, children of one, are alike
-        alike = [numbers[name] for name in blocks_in(path)]
-        return len(set(alike)) < len(alike) or any(
-            has_stack(f"{path}.{name}".lstrip(".")) for name, _ in children_of(path)
-        )
+        found = structures(path)
+        return len({*found}) < len(found) or any(map(has_stack, children(path)))
 
     def visit(path: str) -> None:
         # alike children are layers, and blocks; others are opened if there are layers in them
-        alike = Counter(numbers[name] for name in blocks_in(path))
-        for name, child in children_of(path):
-            inner = f"{path}.{name}".lstrip(".")
-            is_layer = is_block(inner) and alike[numbers[inner]] > 1
-            if isinstance(child, _CONTAINERS) or (not is_layer and has_stack(inner)):
-                visit(inner)
-            elif is_block(inner):
-                found.setdefault(numbers[inner], []).append(inner)
+        alike = Counter(structures(path))
+        for name in children(path):
+            is_layer = is_block(name) and alike[numbers[name]] > 1
+            is_container = isinstance(module.get_submodule(name), _CONTAINERS)
+            if is_container or (not is_layer and has_stack(name)):
+                visit(name)
+            elif is_block(name):
+                found.setdefault(numbers[name], []).append(name)
 
     if not is_compiled(module):
         visit("")
@@ -392,7 +390,7 @@ class Trial:
     @property
     def saved_seconds(self) -> float:
         """Of one call, forward and backward."""
-        return 0.0 if self.refusal else self.eager_seconds - self.compiled_seconds
+        return self.eager_seconds - self.compiled_seconds
 
 
 def compare(

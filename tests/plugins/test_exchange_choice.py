@@ -70,12 +70,12 @@ def test_forms_of_the_permission(allow, expected):
     ("allow", "words"),
     [
         # all names are listed
-        ("speed", "compression, local_steps, staleness; got 'speed'"),
-        (["compression", "topk"], "compression, local_steps, staleness; got 'topk'"),
-        ({"topk": False}, "compression, local_steps, staleness; got 'topk'"),
-        ([{"compression": True}], "compression, local_steps, staleness; got {"),
-        (True, "compression, local_steps, staleness; got True"),
-        (TopK(), r"compression, local_steps, staleness; got TopK\("),
+        ("speed", "compression, local_steps, staleness, compile; got 'speed'"),
+        (["compression", "topk"], "compression, local_steps, staleness, compile; got 'topk'"),
+        ({"topk": False}, "compression, local_steps, staleness, compile; got 'topk'"),
+        ([{"compression": True}], "compression, local_steps, staleness, compile; got {"),
+        (True, "compression, local_steps, staleness, compile; got True"),
+        (TopK(), r"compression, local_steps, staleness, compile; got TopK\("),
         # wrong places and options
         ({"compression": ["bf16", "sparse_loco"]}, "sparse_loco belongs under 'local_steps'"),
         ({"local_steps": TopK()}, "topk belongs under 'compression'"),

@@ -18,7 +18,7 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -493,7 +493,8 @@ class _Runner:
         )
         trained: list[Tensor] = [p for p in self._block.parameters() if p.requires_grad]
         trained += [tensor for tensor in tensors_in(given) if tensor.requires_grad]
-        with _autocast(self._call.autocast), torch.enable_grad():
+        how = self._call.autocast
+        with torch.autocast(*how) if how else nullcontext(), torch.enable_grad():
             # an operator in front: a block may change its input in place
             args, kwargs = map_tensors(given, lambda t: t * 1 if t.requires_grad else t)
             made = [*tensors_in(self._forward(*args, **kwargs))]
@@ -535,15 +536,6 @@ def _give_values(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
             path, _, last = name.rpartition(".")
             whole = nn.Parameter(values, requires_grad=parameter.requires_grad)
             block.get_submodule(path)._parameters[last] = whole
-
-
-@contextmanager
-def _autocast(how: tuple[str, torch.dtype] | None) -> Iterator[None]:
-    if how is None:
-        yield
-        return
-    with torch.autocast(how[0], how[1]):
-        yield
 
 
 def _difference(

@@ -90,10 +90,10 @@ def _plan_once(config: DictConfig) -> None:
         epsilon=what_if.EPSILON if max(meshes.device_counts) > _EXACT_DEVICES else 0.0,
     )
     STATUS.clear()  # ranks that measure say so by themselves
-    search = setup.with_costs(unpriced.request, dataclasses.replace(request, objective=objective))
+    request = dataclasses.replace(request, objective=objective)
+    search = setup.with_costs(unpriced.request, request, example.batch)
     if search is None:  # another rank of torchrun or srun goes on
         return
-    request = dataclasses.replace(request, objective=objective)
     found = search_for(request, search, progress=STATUS.show)
     frontier = frontier_of_steps(request, found, search, trainer, progress=STATUS.show)
     folder = Path(HydraConfig.get().runtime.output_dir)

@@ -4,7 +4,7 @@
     meshes = SearchedMeshes.read(config, setup.request, setup.trainer)
     example = setup.capture(splits=meshes.tensor)           # capture: the step of one rank
     unpriced = UnpricedSearch.of(setup, meshes, example, request)     # ask: but for the costs
-    search = setup.with_costs(unpriced.request, request)    # price: costs given, or measured here
+    search = setup.with_costs(unpriced.request, request, batch)     # price: given, or measured here
     report_plan(planning, search, ...)                      # report: what a search has found
 
 `plan` searches once, `what_if` for many clusters, numbers of devices, batches and lengths. Options
@@ -45,7 +45,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
-from lightning_topt.costs.measuring import on_rank_0
+from lightning_topt.costs.measuring import on_rank_0, world_size
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer, time_updates
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.explanation import explain_stages
@@ -68,10 +68,17 @@ from lightning_topt.plugins.plan_options import (
     read_device_counts,
     read_mesh,
 )
-from lightning_topt.plugins.plan_request import PlanRequest, allowed_ways, rule_for, why_not_alone
+from lightning_topt.plugins.plan_request import (
+    PlanRequest,
+    allowed_ways,
+    rule_for,
+    steps_of_fit,
+    why_not_alone,
+)
 from lightning_topt.plugins.requirements import SHARDED, SLICES, STAGES, Fit, why_not
 from lightning_topt.plugins.searched_plan import Planning, make_fake_optimizers
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
+from lightning_topt.techniques.known_trials import KnownTrials, compiled_costs
 from lightning_topt.techniques.tensor_parallel.split_model import Captured
 from topt_console.status_line import STATUS
 
@@ -108,17 +115,21 @@ class PlanSetup(ModelSetup):
         return strategy.request
 
     def with_costs(
-        self, make_search: RequestWithoutCosts, request: PlanRequest
+        self, make_search: RequestWithoutCosts, request: PlanRequest, batch: object
     ) -> SearchRequest | None:
         """Return the search with all that it needs besides the graph.
 
-        Costs come from the cluster of `request`; without one they are measured here.
+        Costs come from the cluster of `request`; without one they are measured here. Compiled
+        blocks cost what fits on this machine have found, for batches like `batch`.
 
         Returns:
             None on ranks of torchrun and srun that have nothing more to do.
         """
         # costs are given with the cluster, or measured on ranks of this machine
+        compiles = request.allowed.compile
         if request.cluster is not None:
+            if compiles:
+                print("Compiled blocks are left out: they are measured on this machine alone")
             search = make_search(cluster=request.cluster, optimizer=self._optimizer)
         else:
             accelerator = "cpu" if self.trainer.strategy.root_device.type == "cpu" else "cuda"
@@ -126,6 +137,7 @@ class PlanSetup(ModelSetup):
                 _measure,
                 make_search,
                 self.model,
+                (batch, self.trainer.precision, steps_of_fit(self.trainer)) if compiles else None,
                 accelerator=accelerator,
                 devices=self.trainer.num_devices,
             )
@@ -133,6 +145,11 @@ class PlanSetup(ModelSetup):
                 return None
             # the steps on slices were captured where kernels were measured: not captured again
             costs, captured = measured
+            if compiles and not costs["compiled"]:
+                print(
+                    "Compiled blocks are left out: no fit with allow='compile' has found here that "
+                    "they pay for this model and batch"
+                )
             search = make_search(**costs)
             if search.split is not None and captured is not None:
                 search.split.take_over(captured)
@@ -215,10 +232,12 @@ def _measure(
     num_nodes: int,
     make_search: RequestWithoutCosts,
     module: pl.LightningModule,
+    fit: tuple[object, str, float] | None,
 ) -> tuple[dict[str, Any], Captured | None]:
     """Measure on every rank; return arguments of the `SearchRequest`, and captured steps on slices.
 
-    These are captured on rank 0, and measured on all as the unsplit step is.
+    These are captured on rank 0, and measured on all as the unsplit step is. `fit` is the batch,
+    the precision and the steps of one that may compile blocks.
     """
     # the update of the optimizer
     optimizers, named = make_fake_optimizers(module, device=device)
@@ -237,6 +256,11 @@ def _measure(
     for graph in (search.graph, *on_rank_0(lambda: local_graphs(search))):
         kernels |= measurements.kernel_seconds(graph)
     captured = None if search.split is None else search.split.captured
+    if fit is not None:
+        batch, precision, steps = fit
+        ranks = world_size() // num_nodes
+        known = KnownTrials(module, batch, device=device, ranks=ranks, precision=precision)
+        costs["compiled"] = compiled_costs(module, known.trials, steps=steps)
     return {**costs, "kernel_seconds": kernels}, captured
 
 

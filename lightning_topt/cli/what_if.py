@@ -267,7 +267,9 @@ def _searches(
             capture_seconds=example.capture_seconds,
         )
         search = setup.with_costs(
-            functools.partial(unpriced.request, global_batch_size=example.samples), request
+            functools.partial(unpriced.request, global_batch_size=example.samples),
+            request,
+            example.batch,
         )
         if search is None:  # another rank of torchrun or srun goes on
             raise SystemExit(0)

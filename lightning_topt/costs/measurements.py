@@ -367,14 +367,23 @@ def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
     of torch.
     """
     machines: list[Any] = []
-    for machine in gather(_machine(device)):
+    for machine in gather(describe_machine(device)):
         if machine not in machines:
             machines.append(machine)
     setup = {
+        **describe_software(),
         "machines": machines,
         "world_size": world_size(),
         "num_nodes": num_nodes,
         "backend": dist.get_backend() if world_size() > 1 else "",
+    }
+    found: dict[str, Any] = from_rank_0(setup)
+    return found
+
+
+def describe_software() -> dict[str, Any]:
+    """Return versions, settings and the environment that times depend on, as JSON values."""
+    return {
         "torch": torch.__version__,
         # complete by now, not when this file is imported
         "package": sys.modules["lightning_topt"].__version__,
@@ -385,11 +394,10 @@ def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
             "cudnn": [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
         },
     }
-    found: dict[str, Any] = from_rank_0(setup)
-    return found
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return what times depend on of this machine, as JSON values."""
     driver = ""
     if device.type == "cuda":
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,6 +66,24 @@ MICROBATCH_NOTE_BYTES = 12_000
 Shares = Mapping[Parameter, float]  # of a parameter that one rank updates
 
 
+class CompiledCost(NamedTuple):
+    """What compiled code of a block takes, beside eager mode.
+
+    Attributes:
+        forward, backward: its seconds, relative to those of eager mode.
+        kept_bytes: that it keeps more for the backward pass.
+        seconds: of its compilation, a step's share.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    kept_bytes: float = 0.0
+    seconds: float = 0.0
+
+
+EAGER = CompiledCost()
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     """One training step of one rank.
@@ -99,6 +117,7 @@ class TrainingStep:
         local_steps: data ranks train alone, and meet as it says once in many steps, of which a step
             has its share; None: gradients are averaged in every step.
         offloads: shards may be offloaded (`Storage`).
+        compiled: what blocks cost that may be compiled, at ``graph.batch_size``.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample
     or of a size that the graph says nothing about, and an exchange that these ranks cannot have.
@@ -122,6 +141,7 @@ class TrainingStep:
     tensor_overlap: bool = False
     local_steps: LocalMethod | None = None
     offloads: bool = False
+    compiled: Mapping[str, CompiledCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)
@@ -479,7 +499,7 @@ def _signature(step: TrainingStep, block: str) -> Hashable:
     work = step.exchange_model.work[block] if step.exchange_model is not None else None
     calls = step.graph.calls_of(block)
     passes = block in step.reduced_last, block in step.gathered_once, calls
-    return structure, updates, seconds, work, *passes
+    return structure, updates, seconds, work, step.compiled.get(block), *passes
 
 
 # ---- Memory of a block and of the update
@@ -494,10 +514,13 @@ def activation_lifetimes(step: TrainingStep, block: str, config: OpConfig) -> It
     phases, batch_size, recompute = step.phases, step.batch_size, config.recompute
     narrow = step.narrow and config.storage.sharded_axes("gradients")
     graph = step.graph
+    # of compiled code, in the first segment
+    more = step.compiled.get(block, EAGER).kept_bytes if config.compile else 0.0
     timeline = graph.gathered_timelines[config.storage.level] if narrow else graph.timeline
     for k in step.segments.every.get(block, ()):
         segment = timeline[k]
         kept, output = segment.kept_bytes.at(batch_size), segment.output_bytes.at(batch_size)
+        kept, more = max(kept + more, output), 0.0
         forward, backward = (
             segment.forward_peak_bytes.at(batch_size),
             segment.backward_peak_bytes.at(batch_size),

@@ -85,8 +85,8 @@ def choose_place(
     First the simplest mechanism is chosen: weights miss no update, or few; gradients are exchanged
     unsharded and uncompressed; parameters are not split; there are no stages; gradients are no
     views. Then the simplest plan that runs by it: a plain schedule, equal blocks, nothing
-    recomputed, a low ZeRO level, few blocks that deviate. Plans with equally many devices are
-    compared.
+    recomputed, a low ZeRO level, few blocks that deviate, none compiled. Plans with equally many
+    devices are compared.
 
     Args:
         points: `PlanFrontier.candidates`, or any others.
@@ -231,13 +231,13 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
     named = [block.config for block in plan.blocks if block.block]
     levels = [block.config.storage.level for block in plan.blocks]
     # how many ways of treating a block there are
-    kinds = {(config.storage, config.recompute) for config in named}
+    kinds = {(config.storage, config.recompute, config.compile) for config in named}
     if plan.keeps_gradients_whole:
         # the block "" cannot recompute, and is of level 2 in plans that shard: only here it can
         # deviate
         stored = {config.storage for config in named}
         kinds |= {
-            (block.config.storage, False)
+            (block.config.storage, False, False)
             for block in plan.blocks
             if block.config.storage not in stored
         }
@@ -251,6 +251,7 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
         max(levels),
         recomputed,
         sum(levels),
+        sum(config.compile for config in named),
     )
 
 

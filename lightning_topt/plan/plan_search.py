@@ -36,7 +36,7 @@ from lightning_topt.costs.communication import legal_exchanges
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import ROOT, parameter_bytes
-from lightning_topt.costs.training_step import MICROBATCH_NOTE_BYTES, TrainingStep
+from lightning_topt.costs.training_step import MICROBATCH_NOTE_BYTES, CompiledCost, TrainingStep
 from lightning_topt.graph.capture import no_collection
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
@@ -111,6 +111,7 @@ class SearchRequest:
             what plans may have. Those that have different ones are not compared with one another.
         epsilon: plans that others beat by less than this share, in both costs, may be left out.
         offloads: shards may be offloaded, on meshes without a tensor axis.
+        compiled: blocks that may be compiled, on such meshes (see `TrainingStep`).
     """
 
     graph: OpGraph
@@ -135,6 +136,7 @@ class SearchRequest:
     gradient_views: Sequence[bool] = (False,)
     epsilon: float = 0.0
     offloads: bool = False
+    compiled: Mapping[str, CompiledCost] = field(default_factory=dict)
 
 
 @no_collection()  # it takes long, with all that a capture leaves
@@ -281,6 +283,7 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
         returns_memory=request.returns_memory,
         num_microbatches=batches,
         offloads=request.offloads,
+        compiled=request.compiled if samples == request.graph.batch_size else {},
     )
 
 
@@ -497,12 +500,17 @@ class PlanSpace:
 def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
     # The index of the configuration that is most like `kind`
 
-    def distance(index: int) -> tuple[int, int, bool]:
-        # as many sharded axes first, then the level, then recomputation
+    def distance(index: int) -> tuple[int, int, bool, bool]:
+        # as many sharded axes first, then the level, then recomputation, then compilation
         config = configs[index]
         axes = [len(c.storage.sharded_axes("optimizer_state")) for c in (config, kind)]
         levels = abs(config.storage.level - kind.storage.level)
-        return abs(axes[0] - axes[1]), levels, config.recompute != kind.recompute
+        return (
+            abs(axes[0] - axes[1]),
+            levels,
+            config.recompute != kind.recompute,
+            config.compile != kind.compile,
+        )
 
     return min(range(len(configs)), key=distance)
 

@@ -367,7 +367,7 @@ class AutoParallelStrategy(DataParallelHooks):
         if self._updates is not None:
             self._updates.begin_batch()
         if self._compiled is not None:
-            self._compiled.begin_batch()
+            self._compiled.begin_batch(batch)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -1,7 +1,7 @@
 """Blocks of a running fit that are compiled, where a trial says that it pays (`allow="compile"`).
 
     steps = CompiledSteps(strategy, plan, saves_memory=False)
-    steps.begin_batch()             # before each batch, on all ranks
+    steps.begin_batch(batch)        # before each batch, on all ranks
     steps.end()                     # every block is as it was written
 
 What happens, by the batches of the fit:
@@ -11,6 +11,8 @@ What happens, by the batches of the fit:
     before 17   those ranks compile and compare in copies of their processes; the others wait
     17 to 19    compiled blocks run, from the cache of the compiler
     20 to 29    timed: compiled blocks stay only if steps are faster
+
+What a trial and the clock have found is kept (`known_trials`): later fits like this need no trial.
 
 Nothing that user code sees changes but `forward` of some modules. A copy that crashes, differs or
 is slower leaves the fit as it is, and one line says why. So do blocks with collectives or a state,
@@ -25,8 +27,11 @@ import copy
 import os
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -48,6 +53,7 @@ from lightning_topt.techniques.compilation import (
     form_of,
     uncompile,
 )
+from lightning_topt.techniques.known_trials import KnownTrials
 
 _WARM, _TIMED, _COMPILES = 5, 10, 3  # batches
 _TRIAL_SECONDS = 600.0  # that a copy may take to compile, while the other ranks wait
@@ -74,6 +80,7 @@ class CompiledSteps:
         self._strategy, self._module = strategy, strategy.lightning_module
         self._saves_memory = saves_memory
         self._groups: dict[str, list[str]] = {}
+        self._known: KnownTrials | None = None  # on the first rank of a node
         self._recording: CallRecording | None = None
         self._marks: list[float] = []
         self._eager_seconds = 0.0
@@ -83,8 +90,10 @@ class CompiledSteps:
                 "topt: no blocks are compiled: those of plans with stages or tensor axes cannot be"
             )
             self._leave()
+        if plan is not None and any(block.config.compile for block in plan.blocks):
+            self._leave()  # the search has looked at what is known
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, batch: Any) -> None:
         """Do what is due before this batch."""
         self._batch += 1
         start, end = _WARM + 1, _WARM + _TIMED + 1
@@ -93,7 +102,7 @@ class CompiledSteps:
             self._marks.append(perf_counter())
         if self._batch == end:
             self._eager_seconds = self._step_seconds()
-            self._begin_trial()
+            self._begin_trial(batch)
         elif self._batch == end + 1:
             self._try()
         elif self._batch == last:
@@ -126,7 +135,7 @@ class CompiledSteps:
 
     # ---- a trial ---------------------------------------------------------------------------------
 
-    def _begin_trial(self) -> None:
+    def _begin_trial(self, batch: Any) -> None:
         left = self._batches_left() * self._eager_seconds
         if left * USUAL_GAIN < USUAL_SECONDS:
             self._compile_nothing(
@@ -138,7 +147,9 @@ class CompiledSteps:
         if not self._groups:
             self._compile_nothing("no part of the module can be")
         elif self._strategy.local_rank == 0:
-            self._recording = CallRecording(self._module, self._groups)
+            self._known = known_trials(self._module.trainer, batch)
+            if not self._known.trials:
+                self._recording = CallRecording(self._module, self._groups)
 
     def _compile_nothing(self, reason: str) -> None:
         rank_zero_info(f"topt: no blocks are compiled: {reason}")
@@ -147,19 +158,23 @@ class CompiledSteps:
     def _try(self) -> None:
         start = perf_counter()
         calls: dict[str, BlockCall] = {}
-        vote: Vote | None = None
-        if self._recording is not None:
+        vote: Vote | None = None if self._known is None else self._known.trials
+        if self._known is not None and self._recording is not None:
             calls = self._recording.take()
             vote = self._vote(calls, self._recording.refusals)
             self._recording = None
-        # one line of each node; ranks behind the first have none
-        votes = [each for each in gather(vote) if each is not None]
-        forms = gather({name: form_of(call[:2]) for name, call in calls.items()})[0]
+            if not isinstance(vote, str):
+                self._known.keep(vote)
+        # one of each node; ranks behind the first have none
+        forms = {name: form_of(call[:2]) for name, call in calls.items()}
+        every = gather((vote, forms))
+        votes, forms = [each for each, _ in every if each is not None], every[0][1]
         seconds = perf_counter() - start
         if problems := [each for each in votes if isinstance(each, str)]:
             self._compile_nothing(problems[0])
             return
         trials = _agreed([each for each in votes if not isinstance(each, str)])
+        trials = {name: self._wanted(trials[name]) for name in self._groups if name in trials}
         chosen = {name: trial for name, trial in trials.items() if not trial.refusal}
         saved = sum(len(self._groups[name]) * t.saved_seconds for name, t in chosen.items())
         compilation = sum(trial.compilation_seconds for trial in chosen.values())
@@ -174,22 +189,28 @@ class CompiledSteps:
             self._compile_nothing(words)
             return
         compile_blocks(
-            self._module, {each: forms[name] for name in chosen for each in self._groups[name]}
+            self._module, {each: forms.get(name) for name in chosen for each in self._groups[name]}
         )
         rank_zero_info(
             f"topt: compiled, after a trial of {seconds:.0f} s: {_words(trials, self._groups)}"
         )
+
+    def _wanted(self, trial: Trial) -> Trial:
+        if trial.refusal or not self._saves_memory or trial.kept_bytes <= 0:
+            return trial
+        why = f"compiled it keeps {trial.kept_bytes} bytes more for the backward pass"
+        return replace(trial, refusal=why)
 
     def _vote(self, calls: Mapping[str, BlockCall], refusals: Mapping[str, str]) -> Vote:
         refused = {name: Trial(why) for name, why in refusals.items()}
         if not calls:
             return refused or "no block was called in the step that was watched"
         module, groups, device = self._module, self._groups, self._strategy.root_device
-        saves_memory, limit = self._saves_memory, 0.9 * within_limit(_TRIAL_SECONDS)
+        limit = 0.9 * within_limit(_TRIAL_SECONDS)
 
         def run(module: nn.Module = module) -> dict[str, Trial]:
             with writable_files():
-                return compare(module, groups, calls, saves_memory=saves_memory)
+                return compare(module, groups, calls)
 
         try:
             if hasattr(os, "fork") and device.type == "cpu":
@@ -204,6 +225,8 @@ class CompiledSteps:
         # Whether steps are faster, by the clock
         seconds = self._step_seconds()
         share = seconds / self._eager_seconds
+        if self._known is not None:
+            self._known.keep_share(share)
         if share > 1:
             uncompile(self._module)
             rank_zero_info(
@@ -212,6 +235,17 @@ class CompiledSteps:
         else:
             rank_zero_info(f"topt: steps of compiled blocks take {share:.2f} of the time")
         self._leave()
+
+
+def known_trials(trainer: pl.Trainer, batch: Any) -> KnownTrials:
+    """Return what is known of compiled blocks of this fit, for batches like `batch`."""
+    return KnownTrials(
+        trainer.lightning_module,
+        batch,
+        device=trainer.strategy.root_device,
+        ranks=trainer.world_size // trainer.num_nodes,
+        precision=trainer.precision,
+    )
 
 
 def _agreed(votes: list[Mapping[str, Trial]]) -> dict[str, Trial]:
@@ -231,6 +265,5 @@ def _words(trials: Mapping[str, Trial], groups: Mapping[str, list[str]]) -> str:
         if trial.refusal:
             words.append(f"not {name!r}{more} ({trial.refusal})")
         else:
-            share = trial.compiled_seconds / trial.eager_seconds
-            words.append(f"{name!r}{more} ({share:.2f} of their time)")
+            words.append(f"{name!r}{more} ({trial.share:.2f} of their time)")
     return "; ".join(words)

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import read_optimizer
-from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.costs.training_step import CompiledCost, TrainingStep
 from lightning_topt.execution.pipeline.stage_layout import StepFlows, written_buffers
 from lightning_topt.graph.blocks import choose_blocks, why_not_recomputed
 from lightning_topt.graph.capture import call_training_step, loss_of
@@ -67,6 +67,7 @@ from lightning_topt.plan.plan_search import (
     search_own_batches,
     search_plans,
 )
+from lightning_topt.plugins.compiled_steps import known_trials
 from lightning_topt.plugins.plan_options import MeshPlan, PipelinePlan
 from lightning_topt.plugins.plan_request import (
     PlanRequest,
@@ -85,6 +86,7 @@ from lightning_topt.plugins.requirements import (
     Fit,
     why_not,
 )
+from lightning_topt.techniques.known_trials import compiled_costs
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_steps import least_seconds, tensor_sizes
 
@@ -168,6 +170,10 @@ def search_request(request: PlanRequest, step: Fit) -> Questions[SearchRequest]:
     optimizer = replace(optimizer, seconds_per_element=costs.update_seconds)
     # What plans may do.
     exchanges, local_steps = ways_of_run(request, trainer, optimizer, ranks=ranks)
+    compiled: Mapping[str, CompiledCost] = {}
+    if request.allowed.compile and step.batch is not None:
+        trials = known_trials(trainer, step.batch).trials
+        compiled = compiled_costs(step.module, trials, steps=steps_of_fit(trainer))
     return SearchRequest(
         graph,
         costs.cluster,
@@ -178,6 +184,7 @@ def search_request(request: PlanRequest, step: Fit) -> Questions[SearchRequest]:
         exchanges=exchanges,
         local_steps=local_steps,
         kernel_seconds=costs.kernel_seconds,
+        compiled=compiled,
         returns_memory=request.saves_memory,
         gradient_views=request.gradient_views,
         max_seconds=_SEARCH_SECONDS,

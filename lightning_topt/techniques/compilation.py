@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -30,14 +30,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_topt.communication.collectives import synchronize
 from lightning_topt.communication.exchange_method import GradientMethod
-from lightning_topt.costs.measuring import time_once
+from lightning_topt.costs.training_step import EAGER, TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Block
 from lightning_topt.graph.recording import list_modules
 from lightning_topt.graph.structures import map_tensors, tensors_in
 from lightning_topt.techniques.recomputation import RecomputedForward
-from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
+from lightning_topt.techniques.technique import Applied, BlockSeconds, ParallelModel, Technique
 
 LEAST_GAIN = 1.03  # eager seconds over compiled ones, from which a block is compiled
 TOLERANCE = 1e-4  # of results and gradients, relative to their largest number, in float32
@@ -46,7 +48,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Compilation(Technique):
-    """Blocks whose configuration says `compile`; nothing is known of their costs beforehand."""
+    """Blocks whose configuration says `compile`.
+
+    What is unknown of their costs is that of eager mode.
+    """
 
     name = "compilation"
 
@@ -63,6 +68,28 @@ class Compilation(Technique):
             raise ValueError(
                 'the block "" (everything outside the named blocks) cannot be compiled'
             )
+
+    # ---- what is legal: what a trial has found to pay (`known_trials`)
+
+    @override
+    def configs(
+        self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]
+    ) -> list[OpConfig]:
+        if block.name not in step.compiled or step.mesh.tensor_axes:
+            return []
+        return [replace(config, compile=True) for config in so_far]
+
+    # ---- what it costs
+
+    @override
+    def add_seconds(
+        self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
+    ) -> None:
+        cost = step.compiled.get(block, EAGER)
+        seconds.kernels = cost.forward, cost.backward
+        seconds.update += cost.seconds
+
+    # ---- how it is applied
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
@@ -377,46 +404,51 @@ def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bl
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of compiling one block: seconds of forward and backward, and of the compilation.
+    """What came of compiling one block.
 
-    `refusal` says why it is not compiled, as a clause; None: it is faster.
+    Attributes:
+        refusal: why it is not compiled, as a clause; None: it is faster.
+        eager, compiled: seconds of its forward and its backward.
+        kept_bytes: that compiled code keeps more for the backward pass.
+        compilation_seconds: of its first call.
     """
 
     refusal: str | None
-    eager_seconds: float = 0.0
-    compiled_seconds: float = 0.0
+    eager: Sequence[float] = (0.0, 0.0)
+    compiled: Sequence[float] = (0.0, 0.0)
+    kept_bytes: int = 0
     compilation_seconds: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Compiled seconds relative to those of eager mode."""
+        return sum(self.compiled) / (sum(self.eager) or 1.0)
 
     @property
     def saved_seconds(self) -> float:
         """Of one call, forward and backward."""
-        return self.eager_seconds - self.compiled_seconds
+        return sum(self.eager) - sum(self.compiled)
 
 
 def compare(
-    module: nn.Module,
-    groups: Mapping[str, Sequence[str]],
-    calls: Mapping[str, BlockCall],
-    *,
-    saves_memory: bool = False,
+    module: nn.Module, groups: Mapping[str, Sequence[str]], calls: Mapping[str, BlockCall]
 ) -> dict[str, Trial]:
     """Compile the first block of each group that was called, and compare it with eager mode.
 
-    With `saves_memory`, what is compiled must not keep more for the backward pass. It changes
-    buffers and generators, so it runs in a copy of the process. What it compiles stays in the cache
-    of the compiler, from which other processes take it.
+    It changes buffers and generators, so it runs in a copy of the process. What it compiles stays
+    in the cache of the compiler, from which other processes take it.
     """
     found: dict[str, Trial] = {}
     for name in calls:
         blocks = [module.get_submodule(each) for each in groups[name]]
         try:
-            found[name] = _compare(blocks, calls[name], saves_memory=saves_memory)
+            found[name] = _compare(blocks, calls[name])
         except Exception as error:  # whatever it is, this block stays as it is
             found[name] = Trial(refusal_of(error))
     return found
 
 
-def _compare(blocks: Sequence[nn.Module], call: BlockCall, *, saves_memory: bool) -> Trial:
+def _compare(blocks: Sequence[nn.Module], call: BlockCall) -> Trial:
     # Time a block of equal `blocks`, and run the others, which must not compile anew
     eager = _Runner(blocks[0], call)
     with _Alone():  # type: ignore[no-untyped-call]
@@ -430,26 +462,24 @@ def _compare(blocks: Sequence[nn.Module], call: BlockCall, *, saves_memory: bool
     if difference := _difference(expected, found, in_16_bits=call.autocast is not None):
         return Trial(f"its results differ from those of eager mode by {difference:.0e}")
     # in pairs, so that both meet the same machine
-    pairs: list[tuple[float, float]] = []
+    pairs: list[tuple[float, ...]] = []
     until = perf_counter() + _PAIR_SECONDS
     while len(pairs) < 3 or (len(pairs) < _ROUNDS and perf_counter() < until):
-        pairs.append((eager.seconds(), compiled.seconds()))
-    one, other = (statistics.median(times) for times in zip(*pairs, strict=True))
-    trial = Trial(None, one, other, compilation)
-    if one < LEAST_GAIN * other:
-        return Trial(f"compiled it takes {other / one:.2f} of the time", one, other, compilation)
-    if saves_memory and (more := compiled.kept_bytes() - eager.kept_bytes()) > 0:
-        why = f"compiled it keeps {more} bytes more for the backward pass"
-        return Trial(why, one, other, compilation)
+        pairs.append((*eager.seconds(), *compiled.seconds()))
+    times = [statistics.median(column) for column in zip(*pairs, strict=True)]
+    more = compiled.kept_bytes() - eager.kept_bytes()
+    trial = Trial(None, times[:2], times[2:], more, compilation)
+    if sum(trial.eager) < LEAST_GAIN * sum(trial.compiled):
+        return replace(trial, refusal=f"compiled it takes {trial.share:.2f} of the time")
     for block in blocks:
         with torch._dynamo.config.patch(error_on_recompile=True):
             again = _Runner(block, call, compiled=True)
             again.results()
         if again.failure and block is blocks[0]:
             # it keeps a state, or hooks do: recomputed, it would be another
-            return Trial(f"its code is compiled for one call ({again.failure})", one, other)
+            return Trial(f"its code is compiled for one call ({again.failure})")
         if again.failure:
-            return Trial(f"equal blocks do not share compiled code ({again.failure})", one, other)
+            return Trial(f"equal blocks do not share compiled code ({again.failure})")
     return trial
 
 
@@ -478,6 +508,7 @@ class _Runner:
         devices = [tensor.device for tensor in tensors_in(call[:2])]
         self._device = devices[0] if devices else torch.device("cpu")
         self._gradients: list[Tensor] | None = None
+        self._begins: list[float] = []  # of forward, of backward
 
     @property
     def failure(self) -> str | None:
@@ -494,10 +525,12 @@ class _Runner:
         trained: list[Tensor] = [p for p in self._block.parameters() if p.requires_grad]
         trained += [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         how = self._call.autocast
+        self._begins = [self._now()]
         with torch.autocast(*how) if how else nullcontext(), torch.enable_grad():
             # an operator in front: a block may change its input in place
             args, kwargs = map_tensors(given, lambda t: t * 1 if t.requires_grad else t)
             made = [*tensors_in(self._forward(*args, **kwargs))]
+        self._begins.append(self._now())
         wanted = [tensor for tensor in made if tensor.requires_grad]
         if not wanted:
             return [tensor.detach() for tensor in made]
@@ -519,9 +552,15 @@ class _Runner:
             self.results()
         return sum(kept.values())
 
-    def seconds(self) -> float:
-        """Return the seconds of a run."""
-        return time_once(self.results, device=self._device)
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds of forward and backward of a run."""
+        self.results()
+        start, middle = self._begins
+        return middle - start, self._now() - middle
+
+    def _now(self) -> float:
+        synchronize(self._device)
+        return perf_counter()
 
 
 def _give_values(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -36,6 +36,7 @@ from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours,
 Configs = Mapping[str, OpConfig]
 # buffers in which they travel, as far as these exceed the optimizer's temporaries
 RESULTS = "updated parameters"
+COMPUTATION = "forward", "backward", "recompute", "update"  # of the work of a block
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,12 @@ class PlanCosts:
         if key not in self._known.times:
             seconds = self.block_seconds(block, config)
             # kernels of all microbatches; only the last backward hides exchanges
-            forward, backward = self.step.compute[block][:, self.span(block)]
+            forward, backward = (
+                share * of_block
+                for share, of_block in zip(
+                    seconds.kernels, self.step.compute[block][:, self.span(block)], strict=True
+                )
+            )
             times, count = np.zeros((3, max(len(forward), 1))), self.step.num_microbatches
             times[0, : len(forward)] += count * (forward + backward)
             times[1, : len(backward)] += backward
@@ -385,10 +391,10 @@ class PlanCosts:
         return {2: trained & placed, 3: named & placed}
 
 
-def _simplicity(config: OpConfig) -> tuple[bool, bool, bool, int]:
+def _simplicity(config: OpConfig) -> tuple[bool, bool, bool, bool, int]:
     storage = config.storage
     hybrid = 0 < len(storage.sharded_axes("optimizer_state")) < len(storage.parameters)
-    return storage.offload, config.recompute, hybrid, storage.level
+    return storage.offload, config.recompute, config.compile, hybrid, storage.level
 
 
 def network_delay(times: Array) -> Array:
@@ -441,14 +447,14 @@ class PlanBatch:
     def compute_seconds(self) -> Array:
         """The part of `seconds` that is computation (n,)."""
         step = self.costs.step
-        kernels = step.num_microbatches * sum(
-            float(step.compute[name].sum()) for name in self.configs
-        )
-        total = kernels + self._plan_seconds - step.sent_seconds - step.outer_seconds
+        total = self._plan_seconds - step.sent_seconds - step.outer_seconds
+        known: dict[tuple[int, int], Array] = {}
         for block, (name, legal) in enumerate(self.configs.items()):
-            added = [self.costs.block_seconds(name, config) for config in legal]
-            own = [step.num_microbatches * each.recompute + each.update for each in added]
-            total += np.array(own)[self.plans[:, block]]
+            key = self.costs.timed_alike[name], id(legal)
+            if key not in known:
+                kinds = [_block_seconds(self.costs, name, config) for config in legal]
+                known[key] = np.array([sum(each[kind] for kind in COMPUTATION) for each in kinds])
+            total += known[key][self.plans[:, block]]
         return np.asarray(total)
 
     @cached_property
@@ -586,7 +592,7 @@ def explain(costs: PlanCosts, configs: Configs) -> Explanation:
     costs.check(configs)
     # time
     seconds = seconds_by_kind(costs, configs)
-    compute = sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
+    compute = sum(seconds[kind] for kind in COMPUTATION)
     step_seconds = costs.seconds(configs)
     # memory: bytes (phase,) of every kind, and the phase in which their sum is largest
     lifetimes, beside = [*costs.plan_lifetimes(configs)], costs.neighbours(configs)
@@ -626,8 +632,8 @@ def _block_seconds(costs: PlanCosts, name: str, config: OpConfig) -> dict[str, f
     time, (forward, backward) = costs.block_seconds(name, config), costs.step.compute[name]
     count = costs.step.num_microbatches
     return {
-        "forward": count * float(forward.sum()),
-        "backward": count * float(backward.sum()),
+        "forward": count * time.kernels[0] * float(forward.sum()),
+        "backward": count * time.kernels[1] * float(backward.sum()),
         "recompute": count * time.recompute,
         "update": time.update,
         "gather": sum(time.gather_foreground) + sum(time.gather_background),

@@ -57,7 +57,7 @@ class Recomputation(Technique):
     def add_seconds(
         self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig
     ) -> None:
-        seconds.recompute += step.recomputed[block]
+        seconds.recompute += seconds.kernels[0] * step.recomputed[block]
 
     # ---- how it is applied -----------------------------------------------------------------------
 

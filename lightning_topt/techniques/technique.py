@@ -381,9 +381,11 @@ class BlockSeconds:
     it on the network. Gathers come before the forward and before the backward of the block. Its
     reduction starts after its backward; `reduce_last` comes once all reductions are over.
     `recompute` is forward computation within backward, `update` the optimizer step and what follows
-    it, `broadcast` the exchanges of its results and with owners of parameters.
+    it, `broadcast` the exchanges of its results and with owners of parameters. `kernels` are those
+    of forward and backward, relative to eager mode.
     """
 
+    kernels: tuple[float, float] = (1.0, 1.0)
     recompute: float = 0.0
     # in forward, in backward
     gather_foreground: list[float] = field(default_factory=lambda: [0.0, 0.0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -83,8 +85,11 @@ class Stack(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-def fit(rank: int, plan: Any, patch: str = "") -> tuple[list[float], Any, list[bool]]:
-    """Losses, values, and which steps ran compiled blocks."""
+def fit(
+    rank: int, plan: Any, patch: str = "", caches: str = ""
+) -> tuple[list[float], Any, list[bool]]:
+    """Losses, values, and which steps ran compiled blocks; trials are kept under `caches`."""
+    os.environ["XDG_CACHE_HOME"] = caches
     compiled_steps._WARM, compiled_steps._TIMED, compiled_steps._COMPILES = 1, 2, 1
     compiled_steps.USUAL_SECONDS = compilation.LEAST_GAIN = 0.0  # whatever this machine's times are
     Trial.saved_seconds = property(lambda self: 1.0)  # type: ignore[assignment]
@@ -92,7 +97,7 @@ def fit(rank: int, plan: Any, patch: str = "") -> tuple[list[float], Any, list[b
     compiled_steps.CompiledSteps._step_seconds = lambda self: (  # type: ignore[method-assign]
         self._marks.clear() or next(seconds)
     )
-    if patch == "crashes":
+    if patch in ("crashes", "known"):
         compiled_steps.compare = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     torch.manual_seed(0)
     module = Stack()
@@ -112,11 +117,35 @@ def plain_fits() -> list[Any]:
     return on_new_ranks(fit, "ddp")
 
 
+def change_entries(caches: Path, **changes: Any) -> None:
+    """Change the trial of the layers, as if another one had found that."""
+    (path,) = (p for p in caches.rglob("*.json") if '"layers.0"' in p.read_text())
+    data = json.loads(path.read_text())
+    assert data["entries"][""]["value"] == 0.5  # of the time, by the clock
+    data["entries"]["layers.0"]["value"] |= changes
+    path.write_text(json.dumps(data))
+
+
+def test_trials_are_kept_for_later_fits(tmp_path: Path) -> None:
+    """A fit without a trial of its own, a search that counts on one, and one that was refused."""
+    with_trial = on_new_ranks(fit, None, "plain", str(tmp_path))
+    change_entries(tmp_path, eager=[1, 1], compiled=[0.5, 0.5], compilation_seconds=0.0)
+    for plan, since in (None, 4), ("search", 0):  # from which step
+        found = on_new_ranks(fit, plan, "known", str(tmp_path))
+        for (losses, _, form), (expected, *_) in zip(found, with_trial, strict=True):
+            assert form == [False] * since + [True] * (len(form) - since)
+            assert losses == pytest.approx(expected, rel=1e-5)
+    change_entries(tmp_path, refusal="it was slower")
+    assert not any(
+        form for *_, forms in on_new_ranks(fit, None, "known", str(tmp_path)) for form in forms
+    )
+
+
 @pytest.mark.parametrize("plan", [None, "zero3+recompute"])
-def test_blocks_that_pay_are_compiled(plan: str | None) -> None:
+def test_blocks_that_pay_are_compiled(plan: str | None, tmp_path: Path) -> None:
     """As without, within the rounding of sums; the layer that reads a value stays as it is."""
     for (losses, state, form), (expected, values, _) in zip(
-        on_new_ranks(fit, plan, "plain"), plain_fits(), strict=True
+        on_new_ranks(fit, plan, "plain", str(tmp_path)), plain_fits(), strict=True
     ):
         assert form[:5] == [False] * 4 + [True]
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -125,10 +154,10 @@ def test_blocks_that_pay_are_compiled(plan: str | None) -> None:
 
 
 @pytest.mark.parametrize("patch", ["crashes", "slower"])
-def test_a_fit_goes_on_where_compiling_fails_or_does_not_pay(patch: str) -> None:
+def test_a_fit_goes_on_where_compiling_fails_or_does_not_pay(patch: str, tmp_path: Path) -> None:
     """A copy that is killed changes nothing; slower steps give compiled blocks up."""
     for (losses, _, form), (others, *_) in zip(
-        on_new_ranks(fit, None, patch), plain_fits(), strict=True
+        on_new_ranks(fit, None, patch, str(tmp_path)), plain_fits(), strict=True
     ):
         assert not form[-1] and any(form) == (patch == "slower")
         assert losses == (others if patch == "crashes" else pytest.approx(others, rel=1e-5))

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_topt.communication import BF16, Dense, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.training_step import CompiledCost
 from lightning_topt.plan import plan_search
 from lightning_topt.plan.chains import Chain, Choices
 from lightning_topt.plan.explanation import explain_plan
@@ -73,6 +74,20 @@ def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
     assert {(round(p.step_seconds, 9), round(p.peak_bytes, 3)) for p in found.uniform} <= known
     missed = (points[None] / everything[:, None] - 1).max(axis=2).min(axis=1)
     assert missed.max() < 0.06 and np.median(missed) <= 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_are_compiled_where_that_pays(seed: int) -> None:
+    """Of all plans of two blocks, one of which may be compiled, none beats those found."""
+    graph = random_graph(seed, num_blocks=2)
+    compiled = {graph.blocks[-1].name: CompiledCost(0.5, 0.5, -1000.0)}
+    request = SearchRequest(
+        graph, cluster_of(4), profile_of(graph), (4,), 4 * graph.batch_size, compiled=compiled
+    )
+    found, everything = search_plans(request).points, every_plan(request, 4)
+    points = np.array([(p.step_seconds, p.peak_bytes) for p in found])
+    assert points.min(axis=0) == pytest.approx(everything.min(axis=0))
+    assert any(block.config.compile for point in found for block in point.plan.blocks)
 
 
 @pytest.mark.parametrize("seed", [16, 81, 110, 142, 145, 170])

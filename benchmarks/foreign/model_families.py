@@ -4,11 +4,13 @@
     python -m benchmarks.foreign.model_families --only vit --only llama
     python -m benchmarks.foreign.model_families --quick   # three steps of each plan: for memory
     python -m benchmarks.foreign.model_families --fresh   # forget what an interrupted run measured
+    python -m benchmarks.foreign.model_families --compiled     # 3 plans whose blocks are compiled
 
 Two constants of the cost model were read from these families: the reserve of sharded plans and the
 LSTM's workspace. Two gloo ranks with one thread each run each plan in fresh processes. "limit
 kept": the smallest `memory_limit` under which the plan would have been chosen is its prediction
-with the default margin; measured bytes must not exceed it.
+with the default margin; measured bytes must not exceed it. With ``--compiled`` all blocks are
+compiled that can be, also those that are slower so; their costs are those of a trial.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,13 @@ from torch import Tensor
 
 from benchmarks.common import RESULTS, machine, mib
 from benchmarks.foreign.family_models import FAMILIES
+from lightning_topt.basics.forked_call import ForkedCall, writable_files
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measuring import on_rank_0
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
-from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.costs.training_step import CompiledCost, TrainingStep
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import (
     MemoryMeter,
@@ -45,9 +50,11 @@ from lightning_topt.execution.memory import (
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
 from lightning_topt.plugins.searched_plan import make_fake_optimizers
+from lightning_topt.techniques import compilation
+from lightning_topt.techniques.known_trials import compiled_costs
 from lightning_topt.techniques.plan_costs import Explanation, PlanCosts, explain
 from tests.launch import run_ranks
 
@@ -67,17 +74,20 @@ class Case:
 
 LIMITED = [Case(plan, True) for plan in ("ddp", "zero1", "zero2", "zero3", "zero3+recompute")]
 FREE = [Case("ddp", False), Case("ddp+recompute", False)]
+COMPILED = [Case(f"{plan}+compile", True) for plan in ("ddp", "zero3", "zero3+recompute")]
 MARGIN = 0.05
 STORE = RESULTS / "strangers.json"
 
 
-def run_family(family: str, *, steps: int, warmup: int) -> list[dict[str, Any]]:
+def run_family(
+    family: str, cases: Sequence[Case], *, steps: int, warmup: int
+) -> list[dict[str, Any]]:
     """One row per case."""
-    predictions = run_ranks(predict, RANKS, family, [*LIMITED, *FREE], 4.0, timeout_seconds=300)[0]
+    predictions = run_ranks(predict, RANKS, family, cases, 4.0, timeout_seconds=900)[0]
     rows = []
     for case, predicted in predictions.items():
         args = (family, predicted.plan, case.limited, steps, warmup)
-        measured = run_ranks(measure, RANKS, *args, timeout_seconds=300)[0]
+        measured = run_ranks(measure, RANKS, *args, timeout_seconds=600)[0]
         row = {
             "family": family,
             "plan": case.name,
@@ -167,6 +177,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=list(FAMILIES))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -174,14 +185,17 @@ def main() -> None:
     done: dict[str, Any] = (
         json.loads(STORE.read_text()) if STORE.exists() and not options.fresh else {}
     )
+    kind = " compiled" if options.compiled else ""
+    cases = COMPILED if options.compiled else [*LIMITED, *FREE]
     for family in options.only or FAMILIES:
-        key = f"{family} {steps}"
+        key = f"{family} {steps}{kind}"
         if key not in done or options.only:
-            done[key] = run_family(family, steps=steps, warmup=warmup)
+            done[key] = run_family(family, cases, steps=steps, warmup=warmup)
             STORE.write_text(json.dumps(done, indent=1))
-    rows = [row for family in FAMILIES for row in done.get(f"{family} {steps}", [])]
+    rows = [row for family in FAMILIES for row in done.get(f"{family} {steps}{kind}", [])]
     print("\n".join(summary(rows)))
-    write(rows, RESULTS / "strangers.md", steps=steps)
+    name = "compiled_predictions.md" if options.compiled else "strangers.md"
+    write(rows, RESULTS / name, steps=steps)
 
 
 # ---- one rank: predictions and measurements of a family's plans ----------------------------------
@@ -219,6 +233,9 @@ def predict(
     """
     module, batch = FAMILIES[family].module(), FAMILIES[family].example(rank)
     graph = capture(module, batch)
+    compiled: Mapping[str, CompiledCost] = {}
+    if any(read_uniform(case).compile for case in cases):
+        compiled = on_rank_0(partial(compiled_costs_of, module, batch))
     optimizers, named = make_fake_optimizers(module, device=CPU)
     profile = read_optimizer(optimizers, named_parameters=named)
     seconds = measure_update_seconds(optimizers, named_parameters=named, device=CPU)
@@ -229,12 +246,15 @@ def predict(
         kernels = measure_kernels(graph, budget_seconds=budget_seconds)
         samples = FAMILIES[family].batch_size
         rounds.append(
-            {case: _explain(case, graph, cluster, profile, kernels, samples) for case in cases}
+            {
+                case: _explain(case, graph, cluster, profile, kernels, samples, compiled)
+                for case in cases
+            }
         )
     last = rounds[-2:]
     return {
         case: Predicted(
-            plan_of(case, graph),
+            plan_of(case, graph, compiled),
             statistics.mean(r[case].step_seconds for r in last),
             last[-1][case].peak_bytes,
             last[-1][case].peak_phase,
@@ -255,18 +275,49 @@ def _explain(
     profile: OptimizerProfile,
     kernels: Mapping[KernelKey, float],
     samples: int,
+    compiled: Mapping[str, CompiledCost],
 ) -> Explanation:
-    plan = plan_of(case, graph)
+    plan = plan_of(case, graph, compiled)
     common = graph, cluster, profile, plan.mesh, samples, kernels
-    step = TrainingStep(*common, returns_memory=case.limited or plan.saves_memory)
+    returns = case.limited or plan.saves_memory
+    step = TrainingStep(*common, returns_memory=returns, compiled=compiled)
     return explain(PlanCosts(step), {block.block: block.config for block in plan.blocks})
 
 
-def plan_of(case: Case, graph: OpGraph) -> ParallelPlan:
-    """The plan that the strategy makes of the name."""
+def read_uniform(case: Case) -> UniformPlan:
+    """The option of that name."""
     given = read_plan_option(case.plan)
     assert isinstance(given, UniformPlan)
-    return given.of(graph, data_mesh(RANKS))
+    return given
+
+
+def plan_of(case: Case, graph: OpGraph, compiled: Mapping[str, CompiledCost]) -> ParallelPlan:
+    """The plan that the strategy makes of the name; blocks that cannot be compiled are not."""
+    plan = read_uniform(case).of(graph, data_mesh(RANKS))
+    configs = {
+        block.block: replace(block.config, compile=block.config.compile and block.block in compiled)
+        for block in plan.blocks
+    }
+    return replace(plan, blocks=tuple(BlockPlan(*item) for item in configs.items()))
+
+
+def compiled_costs_of(module: Any, batch: Any) -> dict[str, CompiledCost]:
+    """What a trial of all blocks says, as in a fit."""
+    compilation.LEAST_GAIN = 0.0
+    groups = compilation.candidates(module)
+    recording = compilation.CallRecording(module, groups)
+    module(batch).backward()
+    calls = recording.take()
+    module.zero_grad()
+
+    def run() -> dict[str, compilation.Trial]:
+        with writable_files():
+            return compilation.compare(module, groups, calls)
+
+    trials = ForkedCall(run, isolated=True).result(timeout_seconds=600)
+    for name, trial in trials.items():
+        print(f"{name}: {trial}", flush=True)
+    return compiled_costs(module, trials, steps=float("inf"))
 
 
 def measure(

@@ -485,8 +485,8 @@ class AutoParallelStrategy(DataParallelHooks):
             # what compiles is imported where it may be needed
             from lightning_topt.plugins.compiled_steps import CompiledSteps  # noqa: PLC0415
 
-            saves_memory = self.request.saves_memory
-            self._compiled = CompiledSteps(self, self._run.plan, saves_memory=saves_memory)
+            plan = self._run.plan
+            self._compiled = CompiledSteps(self, plan, room=self.request.room_beside(plan))
         if self._elastic is not None:
             self._elastic.begin_training()
 

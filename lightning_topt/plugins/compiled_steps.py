@@ -1,6 +1,6 @@
 """Blocks of a running fit that are compiled, where a trial says that it pays (`allow="compile"`).
 
-    steps = CompiledSteps(strategy, plan, saves_memory=False)
+    steps = CompiledSteps(strategy, plan, room=math.inf)
     steps.begin_batch(batch)        # before each batch, on all ranks
     steps.end()                     # every block is as it was written
 
@@ -24,6 +24,7 @@ process, on a copy of the module.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import statistics
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ from lightning_topt.graph.errors import one_line
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_request import steps_of_fit
 from lightning_topt.techniques.compilation import (
+    COMPILER_BYTES,
     BlockCall,
     CallRecording,
     Trial,
@@ -69,16 +71,14 @@ class CompiledSteps:
     """Compiles the blocks of the module of `strategy` for which that pays.
 
     Under `plan`, None where none is decided yet; with tensor axes or stages nothing is compiled.
-    With `saves_memory` blocks that keep more for the backward pass are left as they are. Methods
-    are collective calls.
+    `room` are the bytes that a memory limit leaves; where there is one, blocks that keep more for
+    the backward pass are left as they are. Methods are collective calls.
     """
 
-    def __init__(
-        self, strategy: DDPStrategy, plan: ParallelPlan | None, *, saves_memory: bool
-    ) -> None:
+    def __init__(self, strategy: DDPStrategy, plan: ParallelPlan | None, *, room: float) -> None:
         assert strategy.lightning_module is not None
         self._strategy, self._module = strategy, strategy.lightning_module
-        self._saves_memory = saves_memory
+        self._room = room
         self._groups: dict[str, list[str]] = {}
         self._known: KnownTrials | None = None  # on the first rank of a node
         self._recording: CallRecording | None = None
@@ -143,6 +143,11 @@ class CompiledSteps:
                 f"{USUAL_SECONDS:.0f}"
             )
             return
+        if self._strategy.root_device.type == "cpu" and self._room < COMPILER_BYTES:
+            self._compile_nothing(
+                f"the compiler takes {COMPILER_BYTES / 1e6:.0f} MB, and the plan leaves fewer"
+            )
+            return
         self._groups = candidates(self._module)
         if not self._groups:
             self._compile_nothing("no part of the module can be")
@@ -196,7 +201,7 @@ class CompiledSteps:
         )
 
     def _wanted(self, trial: Trial) -> Trial:
-        if trial.refusal or not self._saves_memory or trial.kept_bytes <= 0:
+        if trial.refusal or self._room == math.inf or trial.kept_bytes <= 0:
             return trial
         why = f"compiled it keeps {trial.kept_bytes} bytes more for the backward pass"
         return replace(trial, refusal=why)

@@ -186,6 +186,17 @@ class PlanRequest:
         """
         return self.plan is not None or self.searches or self.saves_memory
 
+    def room_beside(self, plan: ParallelPlan | None) -> float:
+        """Return the bytes that the limit leaves beside what `plan` is predicted to take.
+
+        Infinity where nothing limits them, 0 where as few as can be are wanted.
+        """
+        if not self.saves_memory:
+            return math.inf
+        if self.memory_limit is None or plan is None or plan.predicted is None:
+            return 0.0
+        return self.memory_limit / (1 + self.margin_on(self.cluster)) - plan.predicted.peak_bytes
+
     @property
     def saves_memory(self) -> bool:
         """Whether plans are compared by what they leave free, not by time alone."""

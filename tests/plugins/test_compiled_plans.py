@@ -63,7 +63,7 @@ class Stack(L.LightningModule):
                 self.compiled.append("in use" if own.failure is None else own.failure)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)  # rounding grows with it
 
 
 def fit(rank: int, plan: Any, layer: type[Layer] = Layer) -> tuple[list[float], Any, Any]:
@@ -74,7 +74,7 @@ def fit(rank: int, plan: Any, layer: type[Layer] = Layer) -> tuple[list[float], 
     rows, labels = torch.randn(58, 16, generator=source), torch.randint(4, (58,), generator=source)
     data = DataLoader([*zip(rows, labels, strict=True)], batch_size=4)  # of the last batch 1 or 2
     torch.manual_seed(rank)
-    trainer = make_trainer(AutoParallelStrategy(plan=plan), devices=2)
+    trainer = make_trainer(AutoParallelStrategy(plan=plan), devices=2, max_epochs=25)  # 200 steps
     trainer.fit(module, data)
     assert all("forward" not in vars(part) for part in module.layers.modules())
     return module.losses, state_of(module), module.compiled
@@ -89,7 +89,7 @@ def test_compiled_blocks_train_as_under_ddp(plan: str) -> None:
         assert compiled == ["in use"] * 3
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in state.items():
-            torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-5)
 
 
 def test_what_does_not_compile_runs_as_it_is_written() -> None:

@@ -50,7 +50,7 @@ from lightning_topt.execution.memory import (
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, StagePlan
 from lightning_topt.plugins.plan_options import UniformPlan, read_plan_option
 from lightning_topt.plugins.searched_plan import make_fake_optimizers
 from lightning_topt.techniques import compilation
@@ -294,11 +294,13 @@ def read_uniform(case: Case) -> UniformPlan:
 def plan_of(case: Case, graph: OpGraph, compiled: Mapping[str, CompiledCost]) -> ParallelPlan:
     """The plan that the strategy makes of the name; blocks that cannot be compiled are not."""
     plan = read_uniform(case).of(graph, data_mesh(RANKS))
-    configs = {
-        block.block: replace(block.config, compile=block.config.compile and block.block in compiled)
-        for block in plan.blocks
-    }
-    return replace(plan, blocks=tuple(BlockPlan(*item) for item in configs.items()))
+    blocks = [
+        replace(each, config=replace(each.config, compile=False))
+        if each.block not in compiled
+        else each
+        for each in plan.blocks
+    ]
+    return replace(plan, stages=(StagePlan(tuple(blocks)),))
 
 
 def compiled_costs_of(module: Any, batch: Any) -> dict[str, CompiledCost]:

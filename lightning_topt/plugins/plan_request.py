@@ -171,6 +171,7 @@ class PlanRequest:
             and not self.saves_memory
             and self.cluster is None
             and not self.changes_exchange
+            and not self.allowed.staleness
         )
 
     @property

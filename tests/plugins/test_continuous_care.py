@@ -410,7 +410,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "by time": (lambda: Net(sgd), {"val_check_interval": {"seconds": 1}}, "clock"),
     "no mesh": (
         lambda: Net(sgd),
-        {"strategy": lambda: AutoParallelStrategy(allow="staleness", cluster=cluster(2))},
+        {"strategy": lambda: AutoParallelStrategy(allow="staleness")},
         "give a mesh",
     ),
 }

@@ -53,6 +53,7 @@ PARTS = [
     Part(7, "compression", 40),
     Part(8, "memory_fractions", 50),
     Part(9, "fits", 110),
+    Part(10, "compiled", 120),
 ]
 _LEAST_SECONDS, _GRACE, _TRIAL_SECONDS = 4.0, 1.0, 20.0
 

@@ -10,22 +10,29 @@ dicts and hooks stay as they are, and recomputation and shards are around it. It
 for calls of the form that it was compiled for, in training. Others, evaluations among them, run as
 they are written: no new shape compiles anything. What the compiler refuses runs so as well, from
 then on. Random numbers are those of eager mode; results differ as orders of additions do.
+
+[Note: compiled by the user] Hooks that gather shards, and recomputation, must be around compiled
+code. Where a module that the user has compiled has blocks with these at or inside of it, it runs
+eagerly, and each of the blocks in it is compiled with the user's options. What else the user has
+compiled stays as it is. All is put back when the plan ends. A copy of the module runs eagerly.
 """
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -37,7 +44,12 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.recording import list_modules
 from lightning_topt.graph.structures import map_tensors, tensors_in
 from lightning_topt.techniques.recomputation import RecomputedForward
-from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
+from lightning_topt.techniques.technique import (
+    Applied,
+    ParallelModel,
+    Technique,
+    has_unsharded_gradients,
+)
 
 LEAST_GAIN = 1.03  # eager seconds over compiled ones, from which a block is compiled
 TOLERANCE = 1e-4  # of results and gradients, relative to their largest number, in float32
@@ -46,7 +58,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Compilation(Technique):
-    """Blocks whose configuration says `compile`; nothing is known of their costs beforehand."""
+    """Blocks whose configuration says `compile`; nothing is known of their costs beforehand.
+
+    And what the user has compiled, see [Note: compiled by the user].
+    """
 
     name = "compilation"
 
@@ -66,17 +81,32 @@ class Compilation(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        blocks = model.blocks_of(self)
-        if not blocks:
-            return None
-        compile_blocks(model.module, dict.fromkeys(blocks))
-        return Applied(undo=lambda: uncompile(model.module))
+        undo = ExitStack()
+        if not (model.mesh.tensor_axes or model.mesh.pipeline_axes):
+            _compile_inside(model, undo)
+        compile_blocks(model.module, dict.fromkeys(model.blocks_of(self)))
+        undo.callback(uncompile, model.module, UserForward)
+        return Applied(undo=undo.close)
 
 
 # ---- how a block runs ----------------------------------------------------------------------------
 
 
-class CompiledForward:
+class UserForward:
+    """A module's `forward`, compiled by what the user has compiled it with."""
+
+    def __init__(self, forward: Callable[..., Any], compiler: Callable[..., Any]) -> None:
+        self.forward, self._compiled = forward, compiler(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # of a module that is copied or pickled within the fit, which outlives it
+        return partial, (self.forward,)
+
+
+class CompiledForward(UserForward):
     """A module's `forward`, compiled for calls of one form: that of `form`, else of its first call.
 
     `failure` says why it no longer is, as a clause.
@@ -87,7 +117,8 @@ class CompiledForward:
         self.failure: str | None = None
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.failure is not None or not _is_training():
             return self.forward(*args, **kwargs)
         form = form_of((args, kwargs))
@@ -111,10 +142,6 @@ class CompiledForward:
             )
         # nothing has run yet: what does not compile is refused before
         return self.forward(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # of a module that is copied or pickled within the fit, which outlives it
-        return partial, (self.forward,)
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,32 +224,98 @@ def compile_blocks(module: nn.Module, forms: Mapping[str, object]) -> None:
         holder.forward = CompiledForward(holder.forward, form)
 
 
-def uncompile(module: nn.Module) -> None:
-    """Undo `compile_blocks` on all submodules."""
+def uncompile(module: nn.Module, kind: type = CompiledForward) -> None:
+    """Undo `compile_blocks` on all submodules, and with `UserForward` what the plan has moved."""
     for part in module.modules():
         holder = _holder(part)
-        if isinstance(own := vars(holder).get("forward"), CompiledForward):
+        if isinstance(own := vars(holder).get("forward"), kind):
             del holder.__dict__["forward"]
             if getattr(holder, "forward", None) != own.forward:  # an attribute, of the user or ours
                 holder.forward = own.forward
-
-
-def is_compiled(part: nn.Module) -> bool:
-    """Return whether the user has compiled `part`, or a LightningModule as a whole.
-
-    By name, since importing torch._dynamo takes a second.
-    """
-    return (
-        type(part).__name__ == "OptimizedModule"
-        or part._compiled_call_impl is not None
-        or getattr(part, "_compiler_ctx", None) is not None
-    )
 
 
 def _holder(block: nn.Module) -> Any:
     # What has the forward as it is written: the block, or what recomputes it
     own = vars(block).get("forward")
     return own if isinstance(own, RecomputedForward) else block
+
+
+# ---- what the user has compiled ------------------------------------------------------------------
+
+_ORIGINAL, _CALL, _WHOLE = "_torchdynamo_orig_callable", "_compiled_call_impl", "_compiler_ctx"
+# What may be compiled: by torch, and by Lightning for a whole LightningModule.
+_METHODS = ("forward", "_forward", "training_step", "validation_step", "test_step", "predict_step")
+
+
+def is_compiled(part: nn.Module) -> bool:
+    """Return whether the user has compiled `part`, or a LightningModule as a whole."""
+    return _compiler_of(part) is not None
+
+
+def _is_wrapper(part: nn.Module) -> bool:
+    # By name, since importing torch._dynamo takes a second
+    return type(part).__name__.endswith("OptimizedModule")
+
+
+def _compiler_of(part: Any) -> Callable[..., Any] | None:
+    # What compiles a function with the user's options for `part`; torch.compile: they are not known
+    found: Any = None
+    if _is_wrapper(part):
+        found = part.dynamo_ctx
+    elif (whole := getattr(part, _WHOLE, None)) is not None:
+        found = whole["dynamo_ctx"]
+    elif (own := part._compiled_call_impl) not in (None, part._call_impl):  # so disable=True is
+        found = torch.compile
+        if hasattr(own, _ORIGINAL):
+            found = inspect.getclosurevars(own).nonlocals.get("self", found)
+    return cast("Callable[..., Any] | None", found)
+
+
+def _compile_inside(model: ParallelModel, undo: ExitStack) -> None:
+    # See [Note: compiled by the user]; `undo` gets the way back
+    around = {
+        name
+        for name, config in model.configs.items()
+        if config.recompute or not has_unsharded_gradients(config)
+    }
+    left = {*model.configs} - {""}
+    for path, part in reversed([*model.module.named_modules()]):  # the innermost decides
+        if (compiler := _compiler_of(part)) is None:
+            continue
+        inside = {n for n in model.configs if not path or f"{n}.".startswith(f"{path}.")}
+        blocks, left = left & inside, left - inside
+        # hooks on what torch.compile returns are around compiled code
+        if around.isdisjoint(inside - {path} if _is_wrapper(part) else inside):
+            continue
+        kept = {
+            name: value
+            for name, value in vars(part).items()
+            if name in (_CALL, _WHOLE) or (name in _METHODS and hasattr(value, _ORIGINAL))
+        }
+        undo.callback(vars(part).update, kept)
+        vars(part).update({name: getattr(value, _ORIGINAL, None) for name, value in kept.items()})
+        if inside == {""}:  # no block was seen
+            blocks = {name for group in candidates(part).values() for name in group}
+        for name in blocks:
+            block = model.module.get_submodule(name)
+            block.forward = UserForward(block.forward, compiler)
+        _say_what_moved(path, blocks, has_options=compiler is not torch.compile)
+        if len(blocks) > 1:  # they may share a function, and so its limit of code
+            from torch._dynamo import config  # noqa: PLC0415
+
+            limit = config.recompile_limit * len(blocks)
+            undo.enter_context(config.patch(recompile_limit=limit))
+
+
+def _say_what_moved(path: str, blocks: Collection[str], *, has_options: bool) -> None:
+    if dist.get_rank() or (has_options and {*blocks} == {path}):
+        return
+    options = "your options" if has_options else "torch's default options (yours are not known)"
+    warnings.warn(
+        f"topt: {repr(path) if path else 'the module'} runs compiled in parts under this plan, "
+        f"with {options}: {', '.join(sorted(blocks)) or 'it has none'}",
+        stacklevel=2,
+    )
 
 
 # ---- which blocks may be compiled ----------------------------------------------------------------
@@ -243,7 +336,7 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
             True for _ in part.children()
         )
         own = vars(_holder(part)).get("forward")
-        is_ours = isinstance(own, CompiledForward)
+        is_ours = isinstance(own, UserForward)
         return not (is_kernel or is_ours or isinstance(part, _CONTAINERS)) and not any(
             map(is_compiled, part.modules())
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -27,6 +29,14 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
         return x + y
+
+
+class Steady(Layer):
+    """Without dropout, whose draws some compilers make in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
 
 
 class Printing(Layer):
@@ -121,3 +131,64 @@ def test_files_of_plans_say_which_blocks_are_compiled() -> None:
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     assert [block.config.compile for block in plan.blocks] == [False, True, False, False]
     assert [found for _, _, found in once_on_ranks(fit, plan)] == [["in use"]] * 2
+
+
+# ---- what the user has compiled ------------------------------------------------------------------
+
+CALLS: list[str] = []  # of compiled code, of this rank
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    """A backend that notes each call of what it compiles."""
+
+    def run(*args: Any) -> Any:
+        CALLS.append("training" if torch.is_grad_enabled() else "evaluation")
+        return graph.forward(*args)
+
+    return run
+
+
+def compiled_by_user(way: str, module: Stack, backend: Any) -> Any:
+    """Compile the layers, or all, in one of the ways that there are."""
+    options = {"backend": backend, "fullgraph": way != "whole"}
+    for index, layer in enumerate(module.layers):
+        if way == "wrapper":
+            module.layers[index] = torch.compile(layer, **options)  # type: ignore[call-overload]
+        elif way == "in place":
+            layer.compile(**options)
+        elif way == "disabled":
+            layer.compile(disable=True)
+    if way == "stack":  # a module around the layers
+        module.layers.compile(**options)
+    elif way == "whole in place":
+        module.compile(**options)
+    if way == "whole":
+        return torch.compile(module, **options)  # type: ignore[call-overload]
+    return module
+
+
+def fit_of_user(
+    rank: int, way: str, backend: Any, plan: str | None, **options: Any
+) -> tuple[list[float], dict[str, Tensor], list[str], list[str], str]:
+    """Losses, values, calls of compiled code, what was said, and the plan that ran."""
+    torch._dynamo.reset()
+    CALLS.clear()
+    torch.manual_seed(0)
+    module = Stack(Steady)
+    program = compiled_by_user(way, module, backend)
+    had = [dict(vars(part)) for part in module.modules()]
+    source = torch.Generator().manual_seed(1)
+    rows, labels = torch.randn(48, 16, generator=source), torch.randint(4, (48,), generator=source)
+    data = DataLoader([*zip(rows, labels, strict=True)], batch_size=4)
+    strategy = AutoParallelStrategy(plan=plan, timeout=timedelta(seconds=60), **options)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        make_trainer(strategy, devices=2).fit(program, data)
+    names = ("forward", "training_step", "_compiled_call_impl", "_compiler_ctx")
+    for part, before in zip(module.modules(), had, strict=True):
+        for name in names:
+            assert name not in before or getattr(part, name) is before[name]
+    said = [str(each.message) for each in warned if "runs compiled in parts" in str(each.message)]
+    state = {name.replace("_orig_mod.", ""): value for name, value in state_of(module).items()}
+    assert strategy.parallel_plan is not None
+    return module.losses, state, list(CALLS), said, strategy.parallel_plan.summary()

@@ -305,7 +305,7 @@ def _adapt(original: nn.Module, new: nn.Module, device: torch.device | None) -> 
     # compiled code would run the original's tensors
     for name, value in [*attributes.items()]:
         if isinstance(value, types.FunctionType):
-            method = getattr(value, "_torchdynamo_orig_callable", None)
+            method: Any = getattr(value, "_torchdynamo_orig_callable", None)
             if getattr(method, "__self__", None) is original:
                 attributes[name] = types.MethodType(method.__func__, new)
 

@@ -92,7 +92,7 @@ from lightning_topt.plugins.searched_plan import (
     search_stages,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.compilation import is_compiled
+from lightning_topt.techniques.compilation import compiler_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _NOTHING_FITS = f"{NoPlanFitsError.__name__}: "
@@ -147,7 +147,7 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
             'plan={"mesh": {"pipeline": 2}}, or use PipelineStrategy(schedule="continuous")'
         )
     if isinstance(given, UniformPlan):
-        if given.compile and any(map(is_compiled, module.modules())):
+        if given.compile and any(map(compiler_of, module.modules())):
             raise PlanError(
                 "modules of this model are compiled already: leave out '+compile', or compile none"
             )
@@ -252,11 +252,8 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
                 else search_all(request, step)
             )
             plan = planning.chosen.plan.gathering(planning.graph)
-    # The prediction for a compiled module is of eager code.
-    if plan.predicted is not None and any(map(is_compiled, trainer.lightning_module.modules())):
-        plan = replace(plan, reason=f"{plan.reason} {_EAGER}".strip())
-        if planning is not None:
-            planning = replace(planning, chosen=replace(planning.chosen, plan=plan))
+            if any(map(compiler_of, trainer.lightning_module.modules())):
+                plan = replace(plan, reason=f"{plan.reason} {_EAGER}")
     return PlanDecision(plan, planning=planning, messages=tuple(messages))
 
 

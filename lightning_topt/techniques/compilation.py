@@ -23,12 +23,12 @@ import inspect
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -44,12 +44,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.recording import list_modules
 from lightning_topt.graph.structures import map_tensors, tensors_in
 from lightning_topt.techniques.recomputation import RecomputedForward
-from lightning_topt.techniques.technique import (
-    Applied,
-    ParallelModel,
-    Technique,
-    has_unsharded_gradients,
-)
+from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
 
 LEAST_GAIN = 1.03  # eager seconds over compiled ones, from which a block is compiled
 TOLERANCE = 1e-4  # of results and gradients, relative to their largest number, in float32
@@ -224,7 +219,7 @@ def compile_blocks(module: nn.Module, forms: Mapping[str, object]) -> None:
         holder.forward = CompiledForward(holder.forward, form)
 
 
-def uncompile(module: nn.Module, kind: type = CompiledForward) -> None:
+def uncompile(module: nn.Module, kind: type[UserForward] = CompiledForward) -> None:
     """Undo `compile_blocks` on all submodules, and with `UserForward` what the plan has moved."""
     for part in module.modules():
         holder = _holder(part)
@@ -242,80 +237,65 @@ def _holder(block: nn.Module) -> Any:
 
 # ---- what the user has compiled ------------------------------------------------------------------
 
-_ORIGINAL, _CALL, _WHOLE = "_torchdynamo_orig_callable", "_compiled_call_impl", "_compiler_ctx"
-# What may be compiled: by torch, and by Lightning for a whole LightningModule.
-_METHODS = ("forward", "_forward", "training_step", "validation_step", "test_step", "predict_step")
+_ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function
+_NOTES = ("_compiled_call_impl", "_compiler_ctx")  # of torch; of Lightning, for a LightningModule
 
 
-def is_compiled(part: nn.Module) -> bool:
-    """Return whether the user has compiled `part`, or a LightningModule as a whole."""
-    return _compiler_of(part) is not None
+def compiler_of(part: Any) -> Any:
+    """Return what compiles a function as the user has compiled `part`; None: nobody has.
 
-
-def _is_wrapper(part: nn.Module) -> bool:
-    # By name, since importing torch._dynamo takes a second
-    return type(part).__name__.endswith("OptimizedModule")
-
-
-def _compiler_of(part: Any) -> Callable[..., Any] | None:
-    # What compiles a function with the user's options for `part`; torch.compile: they are not known
-    found: Any = None
-    if _is_wrapper(part):
-        found = part.dynamo_ctx
-    elif (whole := getattr(part, _WHOLE, None)) is not None:
-        found = whole["dynamo_ctx"]
-    elif (own := part._compiled_call_impl) not in (None, part._call_impl):  # so disable=True is
-        found = torch.compile
-        if hasattr(own, _ORIGINAL):
-            found = inspect.getclosurevars(own).nonlocals.get("self", found)
-    return cast("Callable[..., Any] | None", found)
+    It is torch.compile itself where the user's options are not known.
+    """
+    if "dynamo_ctx" in vars(part):  # what torch.compile returns for a module
+        return part.dynamo_ctx
+    if (whole := getattr(part, "_compiler_ctx", None)) is not None:
+        return whole["dynamo_ctx"]
+    own = part._compiled_call_impl
+    if own in (None, part._call_impl):  # the latter with disable=True
+        return None
+    return (
+        inspect.getclosurevars(own).nonlocals["self"] if hasattr(own, _ORIGINAL) else torch.compile
+    )
 
 
 def _compile_inside(model: ParallelModel, undo: ExitStack) -> None:
     # See [Note: compiled by the user]; `undo` gets the way back
-    around = {
-        name
-        for name, config in model.configs.items()
-        if config.recompute or not has_unsharded_gradients(config)
-    }
-    left = {*model.configs} - {""}
+    configs = model.configs
+    around = {name for name, c in configs.items() if c.recompute or c.storage.level > 1}
+    left = {*configs} - {""}
     for path, part in reversed([*model.module.named_modules()]):  # the innermost decides
-        if (compiler := _compiler_of(part)) is None:
+        if not (compiler := compiler_of(part)):
             continue
-        inside = {n for n in model.configs if not path or f"{n}.".startswith(f"{path}.")}
+        inside = {name for name in configs if not path or f"{name}.".startswith(f"{path}.")}
         blocks, left = left & inside, left - inside
         # hooks on what torch.compile returns are around compiled code
-        if around.isdisjoint(inside - {path} if _is_wrapper(part) else inside):
+        if around.isdisjoint(inside - {path} if "dynamo_ctx" in vars(part) else inside):
             continue
-        kept = {
-            name: value
-            for name, value in vars(part).items()
-            if name in (_CALL, _WHOLE) or (name in _METHODS and hasattr(value, _ORIGINAL))
-        }
-        undo.callback(vars(part).update, kept)
-        vars(part).update({name: getattr(value, _ORIGINAL, None) for name, value in kept.items()})
+        from torch._dynamo import config  # noqa: PLC0415  (a second to import)
+
+        for name, value in [*vars(part).items()]:
+            if name in _NOTES or (hasattr(type(part), name) and hasattr(value, _ORIGINAL)):
+                undo.callback(setattr, part, name, value)
+                setattr(part, name, getattr(value, _ORIGINAL, None))
         if inside == {""}:  # no block was seen
             blocks = {name for group in candidates(part).values() for name in group}
         for name in blocks:
             block = model.module.get_submodule(name)
             block.forward = UserForward(block.forward, compiler)
-        _say_what_moved(path, blocks, has_options=compiler is not torch.compile)
-        if len(blocks) > 1:  # they may share a function, and so its limit of code
-            from torch._dynamo import config  # noqa: PLC0415
-
-            limit = config.recompile_limit * len(blocks)
-            undo.enter_context(config.patch(recompile_limit=limit))
-
-
-def _say_what_moved(path: str, blocks: Collection[str], *, has_options: bool) -> None:
-    if dist.get_rank() or (has_options and {*blocks} == {path}):
-        return
-    options = "your options" if has_options else "torch's default options (yours are not known)"
-    warnings.warn(
-        f"topt: {repr(path) if path else 'the module'} runs compiled in parts under this plan, "
-        f"with {options}: {', '.join(sorted(blocks)) or 'it has none'}",
-        stacklevel=2,
-    )
+        # they may share a function, and so its limit of code
+        limit = config.recompile_limit * (1 + len(blocks))
+        undo.enter_context(config.patch(recompile_limit=limit))
+        options = "your options"
+        if compiler is torch.compile:
+            options = "torch's defaults (your options are not known)"
+        elif blocks == {path}:
+            continue
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"topt: {path or 'the module'} is not compiled as one under this plan, but each of "
+                f"{len(blocks)} blocks in it, with {options}",
+                stacklevel=2,
+            )
 
 
 # ---- which blocks may be compiled ----------------------------------------------------------------
@@ -338,7 +318,7 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
         own = vars(_holder(part)).get("forward")
         is_ours = isinstance(own, UserForward)
         return not (is_kernel or is_ours or isinstance(part, _CONTAINERS)) and not any(
-            map(is_compiled, part.modules())
+            map(compiler_of, part.modules())
         )
 
     def children(path: str) -> list[str]:
@@ -364,7 +344,7 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
             elif is_block(name):
                 found.setdefault(numbers[name], []).append(name)
 
-    if not is_compiled(module):
+    if not compiler_of(module):
         visit("")
     return {names[0]: names for names in found.values()}
 

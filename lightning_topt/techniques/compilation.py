@@ -248,14 +248,13 @@ def compiler_of(part: Any) -> Any:
     """
     if "dynamo_ctx" in vars(part):  # what torch.compile returns for a module
         return part.dynamo_ctx
-    if (whole := getattr(part, "_compiler_ctx", None)) is not None:
+    if whole := getattr(part, "_compiler_ctx", None):
         return whole["dynamo_ctx"]
     own = part._compiled_call_impl
     if own in (None, part._call_impl):  # the latter with disable=True
         return None
-    return (
-        inspect.getclosurevars(own).nonlocals["self"] if hasattr(own, _ORIGINAL) else torch.compile
-    )
+    around = inspect.getclosurevars(own).nonlocals if hasattr(own, _ORIGINAL) else {}
+    return around.get("self", torch.compile)
 
 
 def _compile_inside(model: ParallelModel, undo: ExitStack) -> None:
@@ -283,8 +282,9 @@ def _compile_inside(model: ParallelModel, undo: ExitStack) -> None:
             block = model.module.get_submodule(name)
             block.forward = UserForward(block.forward, compiler)
         # they may share a function, and so its limit of code
-        limit = config.recompile_limit * (1 + len(blocks))
-        undo.enter_context(config.patch(recompile_limit=limit))
+        undo.enter_context(
+            config.patch(recompile_limit=config.recompile_limit * (len(blocks) or 1))
+        )
         options = "your options"
         if compiler is torch.compile:
             options = "torch's defaults (your options are not known)"
@@ -292,8 +292,8 @@ def _compile_inside(model: ParallelModel, undo: ExitStack) -> None:
             continue
         if dist.get_rank() == 0:
             warnings.warn(
-                f"topt: {path or 'the module'} is not compiled as one under this plan, but each of "
-                f"{len(blocks)} blocks in it, with {options}",
+                f"topt: {path or 'the module'} was compiled as one; under this plan {len(blocks)} "
+                f"block(s) in it are, with {options}",
                 stacklevel=2,
             )
 

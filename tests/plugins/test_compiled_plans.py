@@ -254,7 +254,7 @@ def fit_of_user(
         module.losses,
         {name.replace("_orig_mod.", ""): value for name, value in state_of(module).items()},
         [*CALLS],
-        [str(each.message) for each in warned if "not compiled as one" in str(each.message)],
+        [str(each.message) for each in warned if "was compiled as one" in str(each.message)],
         strategy.parallel_plan.summary(),
     )
 
@@ -293,8 +293,8 @@ def test_what_users_compile_is_planned(way: str, plan: str) -> None:
         assert each.calls.count(False) == 6 * blocks  # evaluations
         assert each.said == (
             [
-                "topt: the module is not compiled as one under this plan, but each of 3 blocks in "
-                "it, with your options"
+                "topt: the module was compiled as one; under this plan 3 block(s) in it are, with "
+                "your options"
             ]
             if is_cut and rank == 0
             else []
@@ -308,7 +308,7 @@ def test_a_part_that_is_compiled_is_cut_into_its_blocks(way: str) -> None:
     found = on_ranks(fit_of_user, way, "zero3+recompute", counting, True)
     assert_as_eager(found, many=True)
     assert [sum(each.calls) for each in found] == [6 * 10 * 2] * 2
-    assert "each of 10 blocks" in found[0].said[0]
+    assert "10 block(s) in it" in found[0].said[0]
 
 
 @pytest.mark.timeout(200)

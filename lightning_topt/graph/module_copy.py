@@ -303,8 +303,11 @@ def _adapt(original: nn.Module, new: nn.Module, device: torch.device | None) -> 
     if device is not None and isinstance(attributes.get("_device"), torch.device):
         attributes["_device"] = device
     # compiled code would run the original's tensors
-    if attributes.get("_compiled_call_impl") is not None:
-        attributes["_compiled_call_impl"] = None
+    for name, value in [*attributes.items()]:
+        if isinstance(value, types.FunctionType):
+            method: Any = getattr(value, "_torchdynamo_orig_callable", None)
+            if getattr(method, "__self__", None) is original:
+                attributes[name] = types.MethodType(method.__func__, new)
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):

@@ -92,11 +92,11 @@ from lightning_topt.plugins.searched_plan import (
     search_stages,
 )
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
-from lightning_topt.techniques.compilation import is_compiled
+from lightning_topt.techniques.compilation import compiler_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _NOTHING_FITS = f"{NoPlanFitsError.__name__}: "
-_EAGER = "Predicted as eager: the module is compiled, and what runs inside is not seen."
+_EAGER = "Predicted as eager code, without your torch.compile."
 _PATIENCE_SECONDS = 300.0  # with a step that is traced, and a search, between two questions
 _READ_SECONDS = 20.0  # for a batch
 _MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
@@ -146,18 +146,12 @@ def _decide(request: PlanRequest, trainer: pl.Trainer) -> PlanDecision:
             "allow='staleness' is for pipelines whose ranks get the same batches: give a mesh, "
             'plan={"mesh": {"pipeline": 2}}, or use PipelineStrategy(schedule="continuous")'
         )
-    is_unseen = any(map(is_compiled, module.modules()))
     if isinstance(given, UniformPlan):
-        if is_unseen and given.compile:
+        if given.compile and any(map(compiler_of, module.modules())):
             raise PlanError(
                 "modules of this model are compiled already: leave out '+compile', or compile none"
             )
-        if is_one := is_unseen and not given.recompute:
-            rank_zero_warn(
-                "topt: what runs inside of compiled code is not seen, so the plan stores the whole "
-                "module as one block"
-            )
-        if is_one or not request.is_by_block:
+        if not request.is_by_block:
             given = _unseen(given, given.mesh(world_size, num_nodes=trainer.num_nodes), module)
     if not module.automatic_optimization:
         _check_manual(given, request)
@@ -258,11 +252,8 @@ def _plan_of(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Questions
                 else search_all(request, step)
             )
             plan = planning.chosen.plan.gathering(planning.graph)
-    # The prediction for a compiled module is of eager code.
-    if plan.predicted is not None and any(map(is_compiled, trainer.lightning_module.modules())):
-        plan = replace(plan, reason=f"{plan.reason} {_EAGER}".strip())
-        if planning is not None:
-            planning = replace(planning, chosen=replace(planning.chosen, plan=plan))
+            if any(map(compiler_of, trainer.lightning_module.modules())):
+                plan = replace(plan, reason=f"{plan.reason} {_EAGER}")
     return PlanDecision(plan, planning=planning, messages=tuple(messages))
 
 

@@ -43,7 +43,7 @@ from lightning_topt.communication.value_exchange import check_packs
 from lightning_topt.graph.kernels import NAMESPACES
 from lightning_topt.graph.module_copy import is_on_meta, silence
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.techniques.compilation import is_compiled
+from lightning_topt.techniques.compilation import compiler_of
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 if TYPE_CHECKING:
@@ -431,7 +431,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda fit: min(fit.reads & _RANKS, default=None),
     ),
     Requirement(
-        _TOGETHER, "the calls of a compiled module are not seen", lambda fit: fit.part(is_compiled)
+        _TOGETHER, "the calls of a compiled module are not seen", lambda fit: fit.part(compiler_of)
     ),
     Requirement(
         _TOGETHER,

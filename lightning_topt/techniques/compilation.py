@@ -10,15 +10,21 @@ dicts and hooks stay as they are, and recomputation and shards are around it. It
 for calls of the form that it was compiled for, in training. Others, evaluations among them, run as
 they are written: no new shape compiles anything. What the compiler refuses runs so as well, from
 then on. Random numbers are those of eager mode; results differ as orders of additions do.
+
+[Note: compiled by the user] Hooks that gather shards, and recomputation, must be around compiled
+code. Where a module that the user has compiled has blocks with these at or inside of it, it runs
+eagerly, and each of the blocks in it is compiled with the user's options. What else the user has
+compiled stays as it is. All is put back when the plan ends. A copy of the module runs eagerly.
 """
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -26,6 +32,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -51,9 +58,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Compilation(Technique):
-    """Blocks whose configuration says `compile`.
+    """Blocks whose configuration says `compile`, and what the user has compiled.
 
-    What is unknown of their costs is that of eager mode.
+    What is unknown of their costs is that of eager mode. Of the user's see [Note: compiled by the
+    user].
     """
 
     name = "compilation"
@@ -101,17 +109,32 @@ class Compilation(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        blocks = model.blocks_of(self)
-        if not blocks:
-            return None
-        compile_blocks(model.module, dict.fromkeys(blocks))
-        return Applied(undo=lambda: uncompile(model.module))
+        undo = ExitStack()
+        if not (model.mesh.tensor_axes or model.mesh.pipeline_axes):
+            _compile_inside(model, undo)
+        compile_blocks(model.module, dict.fromkeys(model.blocks_of(self)))
+        undo.callback(uncompile, model.module, UserForward)
+        return Applied(undo=undo.close)
 
 
 # ---- how a block runs ----------------------------------------------------------------------------
 
 
-class CompiledForward:
+class UserForward:
+    """A module's `forward`, compiled by what the user has compiled it with."""
+
+    def __init__(self, forward: Callable[..., Any], compiler: Callable[..., Any]) -> None:
+        self.forward, self._compiled = forward, compiler(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # of a module that is copied or pickled within the fit, which outlives it
+        return partial, (self.forward,)
+
+
+class CompiledForward(UserForward):
     """A module's `forward`, compiled for calls of one form: that of `form`, else of its first call.
 
     `failure` says why it no longer is, as a clause.
@@ -122,7 +145,8 @@ class CompiledForward:
         self.failure: str | None = None
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.failure is not None or not _is_training():
             return self.forward(*args, **kwargs)
         form = form_of((args, kwargs))
@@ -146,10 +170,6 @@ class CompiledForward:
             )
         # nothing has run yet: what does not compile is refused before
         return self.forward(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # of a module that is copied or pickled within the fit, which outlives it
-        return partial, (self.forward,)
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,32 +252,83 @@ def compile_blocks(module: nn.Module, forms: Mapping[str, object]) -> None:
         holder.forward = CompiledForward(holder.forward, form)
 
 
-def uncompile(module: nn.Module) -> None:
-    """Undo `compile_blocks` on all submodules."""
+def uncompile(module: nn.Module, kind: type[UserForward] = CompiledForward) -> None:
+    """Undo `compile_blocks` on all submodules, and with `UserForward` what the plan has moved."""
     for part in module.modules():
         holder = _holder(part)
-        if isinstance(own := vars(holder).get("forward"), CompiledForward):
+        if isinstance(own := vars(holder).get("forward"), kind):
             del holder.__dict__["forward"]
             if getattr(holder, "forward", None) != own.forward:  # an attribute, of the user or ours
                 holder.forward = own.forward
-
-
-def is_compiled(part: nn.Module) -> bool:
-    """Return whether the user has compiled `part`, or a LightningModule as a whole.
-
-    By name, since importing torch._dynamo takes a second.
-    """
-    return (
-        type(part).__name__ == "OptimizedModule"
-        or part._compiled_call_impl is not None
-        or getattr(part, "_compiler_ctx", None) is not None
-    )
 
 
 def _holder(block: nn.Module) -> Any:
     # What has the forward as it is written: the block, or what recomputes it
     own = vars(block).get("forward")
     return own if isinstance(own, RecomputedForward) else block
+
+
+# ---- what the user has compiled ------------------------------------------------------------------
+
+_ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function
+_NOTES = ("_compiled_call_impl", "_compiler_ctx")  # of torch; of Lightning, for a LightningModule
+
+
+def compiler_of(part: Any) -> Any:
+    """Return what compiles a function as the user has compiled `part`; None: nobody has.
+
+    It is torch.compile itself where the user's options are not known.
+    """
+    if "dynamo_ctx" in vars(part):  # what torch.compile returns for a module
+        return part.dynamo_ctx
+    if whole := getattr(part, "_compiler_ctx", None):
+        return whole["dynamo_ctx"]
+    own = part._compiled_call_impl
+    if own in (None, part._call_impl):  # the latter with disable=True
+        return None
+    around = inspect.getclosurevars(own).nonlocals if hasattr(own, _ORIGINAL) else {}
+    return around.get("self", torch.compile)
+
+
+def _compile_inside(model: ParallelModel, undo: ExitStack) -> None:
+    # See [Note: compiled by the user]; `undo` gets the way back
+    configs = model.configs
+    around = {name for name, c in configs.items() if c.recompute or c.storage.level > 1}
+    left = {*configs} - {""}
+    for path, part in reversed([*model.module.named_modules()]):  # the innermost decides
+        if not (compiler := compiler_of(part)):
+            continue
+        inside = {name for name in configs if not path or f"{name}.".startswith(f"{path}.")}
+        blocks, left = left & inside, left - inside
+        # hooks on what torch.compile returns are around compiled code
+        if around.isdisjoint(inside - {path} if "dynamo_ctx" in vars(part) else inside):
+            continue
+        from torch._dynamo import config  # noqa: PLC0415  (a second to import)
+
+        for name, value in [*vars(part).items()]:
+            if name in _NOTES or (hasattr(type(part), name) and hasattr(value, _ORIGINAL)):
+                undo.callback(setattr, part, name, value)
+                setattr(part, name, getattr(value, _ORIGINAL, None))
+        if inside == {""}:  # no block was seen
+            blocks = {name for group in candidates(part).values() for name in group}
+        for name in blocks:
+            block = model.module.get_submodule(name)
+            block.forward = UserForward(block.forward, compiler)
+        # they may share a function, and so its limit of code
+        undo.enter_context(
+            config.patch(recompile_limit=config.recompile_limit * (len(blocks) or 1))
+        )
+        options = "your options"
+        if compiler is torch.compile:
+            options = "torch's defaults (your options are not known)"
+        elif blocks == {path}:
+            continue
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"topt: {path or 'the module'} was compiled as one; under this plan {len(blocks)} "
+                f"block(s) in it are, with {options}",
+                stacklevel=2,
+            )
 
 
 # ---- which blocks may be compiled ----------------------------------------------------------------
@@ -278,9 +349,9 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
             True for _ in part.children()
         )
         own = vars(_holder(part)).get("forward")
-        is_ours = isinstance(own, CompiledForward)
+        is_ours = isinstance(own, UserForward)
         return not (is_kernel or is_ours or isinstance(part, _CONTAINERS)) and not any(
-            map(is_compiled, part.modules())
+            map(compiler_of, part.modules())
         )
 
     def children(path: str) -> list[str]:
@@ -306,7 +377,7 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
             elif is_block(name):
                 found.setdefault(numbers[name], []).append(name)
 
-    if not is_compiled(module):
+    if not compiler_of(module):
         visit("")
     return {names[0]: names for names in found.values()}
 

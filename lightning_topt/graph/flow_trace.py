@@ -57,7 +57,7 @@ from lightning_topt.graph.step_flow import (
 )
 from lightning_topt.graph.structures import CONTAINERS, copied_batch, fake_batch, tensors_in
 
-ADVICE = "Give a plan without a pipeline, or named blocks that contain this code."
+ADVICE = "Give a plan without a pipeline, or move this code into a submodule with what reads it."
 READS_VALUES = {Tensor.__format__, Tensor.numpy, Tensor.tolist, Tensor.__array__}
 LIGHTNING_LOGS = ("log", "log_dict")
 METRIC_METHODS = ("update", "forward", "compute")

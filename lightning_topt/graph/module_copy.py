@@ -391,12 +391,12 @@ def quiet_metric(module: nn.Module, *, forgive: bool) -> None:
     Other modules are left as they are. `forgive`: it gives zero from the first time on that it
     depends on values, since gradients do not depend on metrics.
     """
-    if not is_metric(module):
+    if not runs_metrics(module):
         return
-    for name in ("validate_args", "sync_on_compute", "dist_sync_on_step"):
+    for name in ("_enable_compute_groups", "validate_args", "sync_on_compute", "dist_sync_on_step"):
         if name in vars(module):
             vars(module)[name] = False
-    if not forgive:
+    if not forgive or not is_metric(module):
         return
 
     # shared by the three methods below: once one gives up, all do

@@ -155,10 +155,8 @@ class ByteGPT(pl.LightningModule):
         vectors = [p for p in self.parameters() if p.dim() < 2]
         decayed = {"params": matrices, "weight_decay": self.hparams["weight_decay"]}
         groups = [decayed, {"params": vectors, "weight_decay": 0.0}]
-        fused: bool = self.hparams["fused"]
-        optimizer = torch.optim.AdamW(
-            groups, lr=self.hparams["learning_rate"], betas=(0.9, 0.95), fused=fused
-        )
+        rate, fused = self.hparams["learning_rate"], self.hparams["fused"]
+        optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=fused)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         return {
             "optimizer": optimizer,

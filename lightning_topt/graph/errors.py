@@ -23,7 +23,6 @@ from torch._subclasses import fake_tensor
 from torch.utils import checkpoint
 
 WAY_OUT = 'Choose plan="ddp" or plan="zero1", which need no look at the step.'
-_TWO_SAMPLES = "Batch norm needs two samples in each microbatch: choose fewer microbatches."
 WHOLE = (  # of plans that shard parameters
     "choose plan='zero1' or 'ddp', which keep parameters whole "
     "(docs/concepts/sharding_and_your_code.md)"
@@ -190,7 +189,9 @@ def raised_by_user(error: Exception) -> StepError:
 
     Real tensors may help: under fake ones the error may be a consequence.
     """
-    way_out = _TWO_SAMPLES if "more than 1 value per channel" in str(error) else WAY_OUT
+    way_out = WAY_OUT
+    if "more than 1 value per channel" in str(error):
+        way_out = "Batch norm needs two samples in each microbatch: choose fewer microbatches."
     return StepError(
         "what the module does in a step was tried before the fit, to plan it, and raised "
         f"{type(error).__name__}: {one_line(error)}\n{user_line(error)}{way_out}",

@@ -1,4 +1,4 @@
-"""Pipelines with what reads the samples of a batch: packed sequences, batch norm, metrics, loaders."""
+"""Pipelines where a step looks at samples: packed sequences, batch norm, metrics, batch sizes."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ $(STAMP): $(TESTED)
 	@{ $(PIP) -e ".[dev]" && touch $@; } | $(SHOWN); test -e $@
 
 demo: $(READY) ## Train a small GPT under ddp, topt, and topt with less memory; ends with a table of the three
-	@echo "Training a small GPT three times on 2 CPU ranks, in less than a minute."
+	@echo "Training a small GPT three times on 2 CPU ranks, in about a minute."
+	@echo "Python, PyTorch and Lightning start first each time, which takes some seconds."
 	@PYTHONWARNINGS=ignore $(BIN)/python examples/demo.py
 
 test: export PYTHONDONTWRITEBYTECODE := # hundreds of processes would compile the package each for itself

@@ -69,8 +69,8 @@ def train(*words: str) -> dict[str, Any]:
         if job.wait():
             sys.exit("".join(lines))
         record: dict[str, Any] = json.loads(Path(folder, "run.json").read_text())
-    reason = (record["plan"] or {"reason": ""})["reason"]
-    if not any(reason.rstrip(".") in line for line in lines if line.startswith("topt: ")):
+    reason = record["plan"] and record["plan"]["reason"]
+    if reason and not any(reason.rstrip(".") in line for line in lines):
         print(f"topt: {reason}")
     return record
 

@@ -9,7 +9,6 @@ Overrides are those of `topt train`, for all three: `trainer.limit_train_batches
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -61,16 +60,17 @@ def train(*words: str) -> dict[str, Any]:
             text=True,
         )
         assert job.stdout is not None
-        lines = []
+        lines, said = [], ""
         for line in job.stdout:
             lines.append(line)
-            if re.match("topt: ", line):
+            if line.startswith("topt: "):
+                said += line
                 print(line, end="", flush=True)
         if job.wait():
             sys.exit("".join(lines))
         record: dict[str, Any] = json.loads(Path(folder, "run.json").read_text())
     reason = record["plan"] and record["plan"]["reason"]
-    if reason and not any(reason.rstrip(".") in line for line in lines):
+    if reason and reason.rstrip(".") not in said:
         print(f"topt: {reason}")
     return record
 

@@ -59,11 +59,10 @@ $(STAMP): $(TESTED)
 	@echo "Installing the tools for checks, benchmarks and notebooks"
 	@{ $(PIP) -e ".[dev]" && touch $@; } | $(SHOWN); test -e $@
 
-demo: $(READY) ## Plan and train a small GPT on 2 CPU ranks; ends with what was predicted and what was measured
-	@echo "Planning and training a small GPT on 2 CPU ranks, in about half a minute:"
-	@echo "  topt train experiment=demo strategy.memory_limit=96MiB"
-	@echo "Python, PyTorch and Lightning start first, which takes some seconds."
-	@PYTHONWARNINGS=ignore $(BIN)/topt train experiment=demo strategy.memory_limit=96MiB
+demo: $(READY) ## Train a small GPT under ddp, topt, and topt with less memory; ends with a table of the three
+	@echo "Training a small GPT three times on 2 CPU ranks, in about a minute."
+	@echo "Python, PyTorch and Lightning start first each time, which takes some seconds."
+	@PYTHONWARNINGS=ignore $(BIN)/python examples/demo.py
 
 test: export PYTHONDONTWRITEBYTECODE := # hundreds of processes would compile the package each for itself
 test: $(TESTED) ## Run the whole test suite, in one process more than there are cores, at most 4

@@ -72,6 +72,7 @@ class ByteGPT(pl.LightningModule):
         warmup_steps: steps in which the learning rate rises linearly.
         decay_steps: step at which a cosine decay ends, at a tenth of `learning_rate`; None keeps
             the rate.
+        fused: let one kernel update all parameters; False: AdamW as torch makes it.
 
     Raises:
         ValueError: a size that is none, or `hidden` is not divisible by `num_heads`.
@@ -90,6 +91,7 @@ class ByteGPT(pl.LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
         decay_steps: int | None = None,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads}
@@ -153,9 +155,8 @@ class ByteGPT(pl.LightningModule):
         vectors = [p for p in self.parameters() if p.dim() < 2]
         decayed = {"params": matrices, "weight_decay": self.hparams["weight_decay"]}
         groups = [decayed, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(
-            groups, lr=self.hparams["learning_rate"], betas=(0.9, 0.95), fused=True
-        )
+        rate, fused = self.hparams["learning_rate"], self.hparams["fused"]
+        optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=fused)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         return {
             "optimizer": optimizer,

@@ -42,6 +42,13 @@ RUNS = [
         r"plan: .*2 stages \(continuous, multistep\).*\naccuracy: 0\.\d",
     ),
     ("parallel_optimizer.py", "", r"shared; its update takes .*\naccuracy: 0\.\d|accuracy 0\.\d"),
+    (
+        "demo.py",
+        "trainer.limit_train_batches=32 trainer.limit_val_batches=1 model.num_layers=2",
+        r"strategy=ddp .*strategy=topt .*"
+        r"strategy.memory_limit=(\d+)MiB .*topt: .*limit of \1\.00 MiB.*"
+        r"│ ddp .* ms .* MiB .* (\d\.\d{3})\d .*│ topt .* \2\d .*│ topt, \1MiB .* \2\d ",
+    ),
     ("show_frontier.py", "", r"plans are worth knowing"),
     (
         "hydra_app/train.py",

@@ -189,9 +189,12 @@ def raised_by_user(error: Exception) -> StepError:
 
     Real tensors may help: under fake ones the error may be a consequence.
     """
+    way_out = WAY_OUT
+    if "more than 1 value per channel" in str(error):
+        way_out = "Batch norm needs two samples in each microbatch: choose fewer microbatches."
     return StepError(
         "what the module does in a step was tried before the fit, to plan it, and raised "
-        f"{type(error).__name__}: {one_line(error)}\n{user_line(error)}{WAY_OUT}",
+        f"{type(error).__name__}: {one_line(error)}\n{user_line(error)}{way_out}",
         needs_values=True,
     )
 

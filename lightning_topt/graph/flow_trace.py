@@ -44,7 +44,7 @@ from lightning_topt.graph.errors import (
     line_of_caller,
 )
 from lightning_topt.graph.kernels import is_collective, is_strided, is_view, written_tensors
-from lightning_topt.graph.module_copy import fake_copy, runs_metrics
+from lightning_topt.graph.module_copy import PACKS, fake_copy, runs_metrics
 from lightning_topt.graph.second_calls import host_random_state
 from lightning_topt.graph.step_flow import (
     Draw,
@@ -57,7 +57,7 @@ from lightning_topt.graph.step_flow import (
 )
 from lightning_topt.graph.structures import CONTAINERS, copied_batch, fake_batch, tensors_in
 
-ADVICE = "Give a plan without a pipeline, or named blocks that contain this code."
+ADVICE = "Give a plan without a pipeline, or move this code into a submodule with what reads it."
 READS_VALUES = {Tensor.__format__, Tensor.numpy, Tensor.tolist, Tensor.__array__}
 LIGHTNING_LOGS = ("log", "log_dict")
 METRIC_METHODS = ("update", "forward", "compute")
@@ -360,6 +360,9 @@ class FlowRecorder(TorchDispatchMode):
         for tensor in written_tensors(func, args, kwargs):
             self._write(tensor, inputs)
         outputs = [tensor for tensor in tensors_in(result) if is_strided(tensor)]
+        if func is PACKS:  # sequences per step depend on the values of lengths alone
+            self._value(inputs[1])
+            self._origins.made(outputs[1:], inputs[1:], inside=self._at, varies=False)
         self._origins.made(outputs, inputs, inside=self._at, varies=draw is not None)
         # Outputs made of buffers: in training batch norm only changes its averages.
         is_norm = "batch_norm" in func._schema.name

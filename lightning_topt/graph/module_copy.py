@@ -44,6 +44,7 @@ from lightning_topt.graph.errors import CaptureError
 from lightning_topt.graph.kernels import freeze, is_view
 
 T = TypeVar("T", bound=nn.Module)
+PACKS = torch.ops.aten._pack_padded_sequence.default
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 SHARED_TYPES: tuple[type, ...] = (
     *(types.ModuleType, types.GeneratorType, ProcessGroup),
@@ -394,12 +395,12 @@ def quiet_metric(module: nn.Module, *, forgive: bool) -> None:
     Other modules are left as they are. `forgive`: it gives zero from the first time on that it
     depends on values, since gradients do not depend on metrics.
     """
-    if not is_metric(module):
+    if not runs_metrics(module):
         return
-    for name in ("validate_args", "sync_on_compute", "dist_sync_on_step"):
+    for name in ("_enable_compute_groups", "validate_args", "sync_on_compute", "dist_sync_on_step"):
         if name in vars(module):
             vars(module)[name] = False
-    if not forgive:
+    if not forgive or not is_metric(module):
         return
 
     # shared by the three methods below: once one gives up, all do
@@ -461,6 +462,8 @@ class ShapeMode(FakeTensorMode):
             return empty_fake(self, like=(shape, stride, left.dtype, left.device))
         if func is torch.ops.aten._cudnn_rnn_backward.default:
             return self._recurrent_gradients(args)
+        if func is PACKS and not isinstance(args[1], FakeTensor):
+            return self._packed(args[0], args[1])
         tensors: list[Tensor] = []
         if (key := self._key(func, args, kwargs or {}, tensors)) is None:
             return super().dispatch(func, types, args, kwargs)
@@ -517,6 +520,12 @@ class ShapeMode(FakeTensorMode):
         x, weights, states, wanted = args[0], args[1], args[4:6], args[21]
         found = [None if tensor is None else self._dense(tensor) for tensor in (x, *states)]
         return *found, [self._dense(weight) for weight in weights] if wanted[3] else []
+
+    def _packed(self, padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        # (steps, batch, ...) or (batch, steps, ...) -> (sum of lengths, ...); sequences per step
+        steps = torch.arange(int(lengths.max()))
+        packed = padded.new_empty(int(lengths.sum()), *padded.shape[2:])
+        return packed, (lengths > steps[:, None]).sum(1)
 
     def _dense(self, tensor: Tensor) -> Tensor:
         like = (tensor.shape, contiguous_stride(tensor.shape), tensor.dtype, tensor.device)

@@ -46,7 +46,7 @@ from lightning_topt.graph.kernels import (
     skip_collective,
     written_tensors,
 )
-from lightning_topt.graph.module_copy import fake_device
+from lightning_topt.graph.module_copy import fake_device, runs_metrics
 from lightning_topt.graph.recording import (
     OUTSIDE,
     CallRecord,
@@ -132,13 +132,13 @@ class Recorder(TorchDispatchMode):
             yield
 
     def _hook(self, module: nn.Module) -> None:
-        # gradients of parameters, then calls of modules; the root is no block, and has no hooks
+        # gradients of parameters, then calls of modules; the root and metrics are no blocks
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 # after autograd has added to ``.grad``
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
         for path, submodule in module.named_modules():
-            if path:
+            if path and not runs_metrics(submodule):
                 enter, leave = partial(self._enter, path), partial(self._exit, path)
                 submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 submodule.register_forward_hook(leave, with_kwargs=True)

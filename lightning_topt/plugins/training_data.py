@@ -221,6 +221,7 @@ class TrainingData:
         if loaded is not None and combined is not None:
             self._resume(combined, loaded)
         if combined is not None:
+            self._warn_of_division(combined)
             self._follow_fetches()
             self._preemption.begin(
                 self._trainer,
@@ -322,6 +323,19 @@ class TrainingData:
     def _ended_epochs(self) -> int:
         progress: Any = self._trainer.fit_loop.epoch_progress.total
         return int(progress.processed)
+
+    def _warn_of_division(self, combined: CombinedLoader) -> None:
+        # Where ranks share a batch, a size that was divided by all ranks makes a smaller step
+        ranks = self._strategy.world_size
+        share = ranks // self._strategy.distributed_sampler_kwargs["num_replicas"]
+        size = getattr(self._trainer.datamodule, "hparams", {}).get("batch_size")  # type: ignore[attr-defined]
+        own = getattr(combined.flattened[0], "batch_size", None)
+        if share > 1 and own and size == ranks * own:
+            rank_zero_warn(
+                f"topt: the data module divided batch_size={size} by {ranks} ranks, and {share} of "
+                f"them share each batch, so a step has {size // share} samples: set "
+                f"batch_size={size * share}"
+            )
 
     def _warn_of_unknown(self, combined: CombinedLoader, *, batches: int) -> None:
         if self._has_warned or not batches:

@@ -193,7 +193,7 @@ def test_the_demo_ends_with_what_was_planned_predicted_and_measured(tmp_path):
     assert plan.summary().split(",")[0] in end and "Why: " in end and "predicted" in end
     assert f"Report, for a browser: {tmp_path}/run/frontier.html" in end
     page = (tmp_path / "run" / "frontier.html").read_text()
-    assert "<h1>gpt (1.01 M parameters) on " in page and "memory limit 96.00 MiB" in page
+    assert "<h1>gpt (1.73 M parameters) on " in page and "memory limit 96.00 MiB" in page
     # but for those that end with a path
     assert all(len(line) <= 80 for line in end.splitlines() if str(tmp_path) not in line)
 

@@ -1,0 +1,84 @@
+"""A small byte-level GPT three times: under `ddp`, under `topt`, and under `topt` with less memory.
+
+    python examples/demo.py
+
+The limit is three quarters of what a rank took under `ddp`. All figures are measured here.
+Overrides are those of `topt train`, for all three: `trainer.limit_train_batches=10`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SHARE = 0.75  # of the memory under `ddp`, for the limit
+MIB = 2**20
+
+
+def main() -> None:
+    """Run the three fits, then print what they measured."""
+    rows = {"ddp": train("strategy=ddp"), "topt": train("strategy=topt")}
+    limit = f"{SHARE * peak_bytes(rows['ddp']) / MIB:.0f}MiB"
+    rows[f"topt, {limit}"] = train("strategy=topt", f"strategy.memory_limit={limit}")
+
+    table = Table("strategy", "step time", "peak memory", "loss", title_justify="left")
+    steps = rows["ddp"]["global_step"]
+    table.title = f"{rows['ddp']['world_size']} CPU ranks, {steps} steps"
+    for name, record in rows.items():
+        seconds = record["measured"]["median_step_seconds"]
+        table.add_row(
+            name,
+            "-" if seconds is None else f"{1e3 * seconds:.0f} ms",
+            f"{peak_bytes(record) / MIB:.0f} MiB",
+            f"{record['metrics']['val_bits_per_byte']:.4f}",
+        )
+    print()
+    Console(width=80).print(table)
+    print(
+        "step time: the median; memory: of the rank that took most, above an idle one;\n"
+        "loss: bits per byte of files that it was not trained on"
+    )
+
+
+def train(*words: str) -> dict[str, Any]:
+    """Run `topt train` with these overrides, print what it says of plans, and return `run.json`."""
+    words = ("train", "experiment=demo", *words, *sys.argv[1:])
+    print(f"\n$ topt {shlex.join(words)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "topt_console", *words, f"hydra.run.dir={folder}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert job.stdout is not None
+        lines, said = [], ""
+        for line in job.stdout:
+            lines.append(line)
+            if line.startswith("topt: "):
+                said += line
+                print(line, end="", flush=True)
+        if job.wait():
+            sys.exit("".join(lines))
+        record: dict[str, Any] = json.loads(Path(folder, "run.json").read_text())
+    reason = record["plan"] and record["plan"]["reason"]
+    if reason and reason.rstrip(".") not in said:
+        print(f"topt: {reason}")
+    return record
+
+
+def peak_bytes(record: dict[str, Any]) -> int:
+    """Return what the rank took that took most."""
+    return max(record["measured"]["peak_bytes_per_rank"])
+
+
+if __name__ == "__main__":
+    main()

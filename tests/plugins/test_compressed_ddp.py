@@ -295,12 +295,19 @@ def test_unused_parameters() -> None:
 
 
 def threads_after_fits(rank: int) -> list[int]:
-    """Threads of exchanges after each of three fits, whose trainers and strategies are gone."""
-    counts = []
+    """Threads of exchanges after each of three fits, whose trainers and strategies are gone.
+
+    Those that were there before do not count: these ranks have run other tests.
+    """
+
+    def running() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name == "gradient-exchange"}
+
+    counts, before = [], running()
     for _ in range(3):
         fit({"method": "topk"}, max_steps=2)
         gc.collect()
-        counts.append(sum(each.name == "gradient-exchange" for each in threading.enumerate()))
+        counts.append(len(running() - before))
     return counts
 
 

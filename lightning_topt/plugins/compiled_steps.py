@@ -45,6 +45,7 @@ from lightning_topt.graph.errors import one_line
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.plan_request import steps_of_fit
 from lightning_topt.techniques.compilation import (
+    CODE_BYTES,
     COMPILER_BYTES,
     BlockCall,
     CallRecording,
@@ -143,13 +144,13 @@ class CompiledSteps:
                 f"{USUAL_SECONDS:.0f}"
             )
             return
-        if self._strategy.root_device.type == "cpu" and self._room < COMPILER_BYTES:
-            self._compile_nothing(
-                f"the compiler takes {COMPILER_BYTES / 1e6:.0f} MB, and the plan leaves fewer"
-            )
-            return
         self._groups = candidates(self._module)
-        if not self._groups:
+        needed = COMPILER_BYTES + CODE_BYTES * len(self._groups)
+        if self._strategy.root_device.type == "cpu" and self._room < needed:
+            self._compile_nothing(
+                f"the compiler takes {needed / 1e6:.0f} MB, and the plan leaves fewer"
+            )
+        elif not self._groups:
             self._compile_nothing("no part of the module can be")
         elif self._strategy.local_rank == 0:
             self._known = known_trials(self._module.trainer, batch)

@@ -50,8 +50,8 @@ from lightning_topt.techniques.recomputation import RecomputedForward
 from lightning_topt.techniques.technique import Applied, BlockSeconds, ParallelModel, Technique
 
 LEAST_GAIN = 1.03  # eager seconds over compiled ones, from which a block is compiled
-# of a process that has taken compiled code from the cache: 55 to 60 MB on CPUs, torch 2.13
-COMPILER_BYTES = 6e7
+# of a process that has taken compiled code from the cache, and of each kind of blocks (CPUs, 2.13)
+COMPILER_BYTES, CODE_BYTES = 5.5e7, 7e6
 TOLERANCE = 1e-4  # of results and gradients, relative to their largest number, in float32
 _ROUNDS, _PAIR_SECONDS = 7, 1.0
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -95,7 +95,8 @@ class Compilation(Technique):
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
         if not step.cluster.device.caching_allocator:  # the device is the process itself
-            yield step.phases.always("compiler", COMPILER_BYTES)
+            kinds = {step.compiled.get(block) for block in blocks}
+            yield step.phases.always("compiler", COMPILER_BYTES + CODE_BYTES * len(kinds))
 
     @override
     def add_seconds(

@@ -51,7 +51,7 @@ from lightning_topt.techniques.technique import Applied, BlockSeconds, ParallelM
 
 LEAST_GAIN = 1.03  # eager seconds over compiled ones, from which a block is compiled
 # of a process that has taken compiled code from the cache, and of each kind of blocks (CPUs, 2.13)
-COMPILER_BYTES, CODE_BYTES = 5.5e7, 7e6
+COMPILER_BYTES, CODE_BYTES = 5e7, 7e6
 TOLERANCE = 1e-4  # of results and gradients, relative to their largest number, in float32
 _ROUNDS, _PAIR_SECONDS = 7, 1.0
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -43,9 +43,7 @@ from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
 from lightning_topt.optim.update_rule import update_rule, why_not_shared
 from lightning_topt.plan.parallel_plan import preset_plan
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.plugins.compiled_steps import known_trials
 from lightning_topt.plugins.plan_request import steps_of_fit
-from lightning_topt.techniques.compilation import LEAST_GAIN
 
 if TYPE_CHECKING:
     from lightning_topt.communication.node.rows import NodeRows
@@ -155,6 +153,9 @@ class SharedUpdates:
                 self.hint, self.clock = self.clock.hint(), None
                 strategy: Any = self._strategy
                 if not strategy.request.allowed.compile:
+                    # what compiles is imported once the fit runs, not at its start
+                    from lightning_topt.plugins.compiled_steps import known_trials  # noqa: PLC0415
+
                     known = known_trials(strategy.lightning_module.trainer, batch)
                     self.hint = better_hint(self.hint, known.share)
                 if self.hint is not None:
@@ -216,6 +217,8 @@ class Hint(NamedTuple):
 
 def better_hint(hint: Hint | None, compiled_share: float | None) -> Hint | None:
     """Return `hint`, or one for compiled blocks where these saved more in an earlier fit."""
+    from lightning_topt.techniques.compilation import LEAST_GAIN  # noqa: PLC0415
+
     saved = 0.0 if compiled_share is None else 1 - compiled_share
     if saved < LEAST_GAIN - 1 or (hint is not None and hint.share >= saved):
         return hint

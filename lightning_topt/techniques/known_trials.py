@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -125,19 +126,18 @@ def compiled_costs(
 
 def _parts(module: nn.Module) -> list[Any]:
     # Classes with the text of their files, numbers that they show, and parameters
-    texts: dict[type, str] = {}
+    texts: dict[str, str] = {}  # hashes by Python module
     parts: list[Any] = []
     for name, part in module.named_modules():
         kind = type(part)
         if isinstance(part, FSDPModule):  # a class of FSDP2 before that of the user
             kind = kind.__mro__[2]
-        if kind not in texts:
-            texts[kind] = kind.__qualname__
-            if not kind.__module__.startswith("torch."):
-                with contextlib.suppress(OSError, TypeError):  # no file
-                    text = inspect.getsource(inspect.getmodule(kind) or kind)
-                    texts[kind] += hashlib.sha256(text.encode()).hexdigest()
-        parts.append([name, texts[kind], part.extra_repr()])
+        source = kind.__module__
+        if source not in texts and not source.startswith("torch."):
+            with contextlib.suppress(OSError, TypeError, KeyError):  # no file
+                text = inspect.getsource(sys.modules[source])
+                texts[source] = hashlib.sha256(text.encode()).hexdigest()
+        parts.append([name, kind.__qualname__, texts.get(source, source), part.extra_repr()])
     for name, p in module.named_parameters():
         parts.append([name, list(p.shape), str(p.dtype), p.requires_grad])
     return parts

@@ -431,11 +431,14 @@ class Allowed:
         for method in candidates:
             if method not in held:
                 least = method.steps_under_adam
+                plain = type(method)().as_mapping()
+                options = {k: v for k, v in method.as_mapping().items() if v != plain[k]}
+                asked = {"method": method.name, **options} if options else method.name
                 which = "training" if least is None else f"fewer than {least} steps"
                 rank_zero_info(
                     f"topt: {method.words} was not searched: {which} with {optimizer.name} may end "
                     "worse under it (docs/concepts/compression_quality.md): "
-                    f"allow={{'compression': [{method.name!r}]}} searches it all the same"
+                    f"allow={{'compression': [{asked!r}]}} searches it all the same"
                 )
             elif needs := method.needs_under_adam:
                 rank_zero_info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from dataclasses import replace
 from functools import partial
@@ -142,6 +143,11 @@ def test_what_holds_depends_on_the_optimizer(optimizer, held, monkeypatch):
             "2 bits is searched" in needs
             and "a learning rate that rises for 100 steps or more" in needs
         )
+        said.clear()
+        assert allowed.held(profile_of_optimizer(optimizer), steps=1) == ()
+        words = next(text for text in said if "2 bits was not searched" in text)
+        option = ast.literal_eval(words.split("allow=")[1].split(" searches")[0])
+        assert Allowed.read(option).compression == (TopK(density=None, bits=2),)
     said.clear()
     named = Allowed.read({"compression": ["topk"]})
     assert named.held(profile_of_optimizer(optimizer), steps=1) == (TopK(),) and not said

@@ -9,8 +9,10 @@ Overrides are those of `topt train`, for all three: `trainer.limit_train_batches
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shlex
-import subprocess
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import lightning_topt.cli.train  # before there are copies
+import topt_console
+
+CONTEXT = multiprocessing.get_context("fork")
 SHARE = 0.75  # of the memory under `ddp`, for the limit
 MIB = 2**20
 
@@ -49,30 +55,58 @@ def main() -> None:
 
 
 def train(*words: str) -> dict[str, Any]:
-    """Run `topt train` with these overrides, print what it says of plans, and return `run.json`."""
+    """Do as `topt train` with these overrides; print what it says of plans; return `run.json`.
+
+    Ranks are copies of this process, with the environment that torchrun gives them: so Python,
+    PyTorch and Lightning start once for all fits.
+    """
     words = ("train", "experiment=demo", *words, *sys.argv[1:])
     print(f"\n$ topt {shlex.join(words)}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "topt_console", *words, f"hydra.run.dir={folder}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert job.stdout is not None
+    devices = [word.partition("=")[2] for word in words if word.startswith("trainer.devices=")]
+    size = int(devices[-1]) if devices else 2
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        environment = {
+            "TORCHELASTIC_RUN_ID": "demo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": str(size),
+        }
+        free.close()
+        arguments = ["topt", *words, f"hydra.run.dir={folder}"]
+        output, into = os.pipe()
+        ranks = [
+            CONTEXT.Process(target=as_rank, args=(rank, environment, arguments, into))
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        os.close(into)
         lines, said = [], ""
-        for line in job.stdout:
-            lines.append(line)
-            if line.startswith("topt: "):
-                said += line
-                print(line, end="", flush=True)
-        if job.wait():
+        with open(output) as stream:
+            for line in stream:
+                lines.append(line)
+                if line.startswith("topt: "):
+                    said += line
+                    print(line, end="", flush=True)
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
             sys.exit("".join(lines))
         record: dict[str, Any] = json.loads(Path(folder, "run.json").read_text())
     reason = record["plan"] and record["plan"]["reason"]
     if reason and reason.rstrip(".") not in said:
         print(f"topt: {reason}")
     return record
+
+
+def as_rank(rank: int, environment: dict[str, str], arguments: list[str], output: int) -> None:
+    """Run `topt` in this process, which is one rank."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.argv = arguments
+    topt_console.main()
 
 
 def peak_bytes(record: dict[str, Any]) -> int:

@@ -114,28 +114,28 @@ class Compilation(Technique):
         if not (model.mesh.tensor_axes or model.mesh.pipeline_axes):
             _compile_inside(model, undo)
         compile_blocks(model.module, dict.fromkeys(model.blocks_of(self)))
-        undo.callback(uncompile, model.module, UserForward)
+        undo.callback(uncompile, model.module, ReplacedForward)
         return Applied(undo=undo.close)
 
 
 # ---- how a block runs ----------------------------------------------------------------------------
 
 
-class UserForward:
-    """A module's `forward`, compiled by what the user has compiled it with."""
+class ReplacedForward:
+    """A module's `forward` on the instance: `run` in the place of `forward`."""
 
-    def __init__(self, forward: Callable[..., Any], compiler: Callable[..., Any]) -> None:
-        self.forward, self._compiled = forward, compiler(forward)
+    def __init__(self, forward: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.forward, self._run = forward, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return self._compiled(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # of a module that is copied or pickled within the fit, which outlives it
         return partial, (self.forward,)
 
 
-class CompiledForward(UserForward):
+class CompiledForward(ReplacedForward):
     """A module's `forward`, compiled for calls of one form: that of `form`, else of its first call.
 
     `failure` says why it no longer is, as a clause.
@@ -159,7 +159,7 @@ class CompiledForward(UserForward):
             if self._compiled is not None:
                 return self._compiled(*args, **kwargs)
             compiled = _compiled(self.forward)
-            with _as_written():
+            with _as_written(), _as_under_ddp(self.forward):
                 made = compiled(*args, **kwargs)
             self._compiled = _without_compiler(self.forward)
             return made
@@ -220,6 +220,19 @@ def _as_written() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _as_under_ddp(forward: Callable[..., Any]) -> Iterator[None]:
+    # Modules in shards are other sources of guards, so what a trial has compiled would be no use
+    block, mark = getattr(forward, "__self__", None), "_is_fsdp_managed_module"
+    marked = [vars(part) for part in block.modules()] if isinstance(block, nn.Module) else []
+    had = [(own, own.pop(mark)) for own in marked if mark in own]
+    try:
+        yield
+    finally:
+        for own, value in had:
+            own[mark] = value
+
+
 def _refusals() -> tuple[type[BaseException], ...]:
     from torch._dynamo import exc  # noqa: PLC0415  (a second to import)
 
@@ -253,8 +266,8 @@ def compile_blocks(module: nn.Module, forms: Mapping[str, object]) -> None:
         holder.forward = CompiledForward(holder.forward, form)
 
 
-def uncompile(module: nn.Module, kind: type[UserForward] = CompiledForward) -> None:
-    """Undo `compile_blocks` on all submodules, and with `UserForward` what the plan has moved."""
+def uncompile(module: nn.Module, kind: type[ReplacedForward] = CompiledForward) -> None:
+    """Undo `compile_blocks` on all submodules, and with `ReplacedForward` what the plan has moved."""
     for part in module.modules():
         holder = _holder(part)
         if isinstance(own := vars(holder).get("forward"), kind):
@@ -314,7 +327,7 @@ def _compile_inside(model: ParallelModel, undo: ExitStack) -> None:
             blocks = {name for group in candidates(part).values() for name in group}
         for name in blocks:
             block = model.module.get_submodule(name)
-            block.forward = UserForward(block.forward, compiler)
+            block.forward = ReplacedForward(block.forward, compiler(block.forward))
         # they may share a function, and so its limit of code
         undo.enter_context(
             config.patch(recompile_limit=config.recompile_limit * (len(blocks) or 1))
@@ -350,7 +363,7 @@ def candidates(module: nn.Module) -> dict[str, list[str]]:
             True for _ in part.children()
         )
         own = vars(_holder(part)).get("forward")
-        is_ours = isinstance(own, UserForward)
+        is_ours = isinstance(own, ReplacedForward)
         return not (is_kernel or is_ours or isinstance(part, _CONTAINERS)) and not any(
             map(compiler_of, part.modules())
         )
@@ -415,18 +428,20 @@ class CallRecording:
     def _watch(self, name: str, block: nn.Module) -> None:
         had_own, forward = "forward" in vars(block), block.forward
 
-        def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in self._calls:
-                self._calls[name] = _call(block, args, kwargs)
-
         def look(gradient: Tensor) -> None:
             if torch.is_grad_enabled():  # in a backward pass: it makes a graph
                 self.refusals[name] = "its gradients are differentiated (create_graph=True)"
 
-        def watch(made: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not _is_training():
+                return forward(*args, **kwargs)
+            if name not in self._calls:
+                self._calls[name] = _call(block, args, kwargs)
+            made = forward(*args, **kwargs)
             for tensor in tensors_in(made):
                 if tensor.requires_grad:
                     self._undo.append(tensor.register_hook(look).remove)
+            return made
 
         def undo() -> None:
             if had_own:
@@ -434,7 +449,7 @@ class CallRecording:
             else:
                 del block.__dict__["forward"]
 
-        block.forward = _NotedForward(forward, note, watch)
+        block.forward = ReplacedForward(forward, run)
         self._undo.append(undo)
 
     def take(self) -> dict[str, BlockCall]:
@@ -442,29 +457,6 @@ class CallRecording:
         while self._undo:
             self._undo.pop()()
         return {name: call for name, call in self._calls.items() if name not in self.refusals}
-
-
-class _NotedForward:
-    # Of a module that is copied or pickled within the step, this becomes the copy's own forward
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        note: Callable[[tuple[Any, ...], dict[str, Any]], None],
-        watch: Callable[[Any], None],
-    ) -> None:
-        self.forward, self._note, self._watch = forward, note, watch
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _is_training():
-            return self.forward(*args, **kwargs)
-        self._note(args, kwargs)
-        made = self.forward(*args, **kwargs)
-        self._watch(made)
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (self.forward,)
 
 
 def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:

@@ -7,18 +7,22 @@
     compiled_costs(module, known.trials, steps=1000)       # for a search
 
 A trial is that of one module, shape of batch, precision, machine and version. It is kept in a file
-of its own beside the measurements (`costs.measurements`), for as long as these. The module is known
-by its parts: their classes, the text of the files that these are in, and their parameters. One that
+of its own beside the measurements (`costs.measurements`), for as long as these, and as the folder
+where the compiler keeps its code: prices are those of code that is there. The module is known by
+its parts: their classes, the text of the files that these are in, and their parameters. One that
 calls code of other files is tried again once the trial is old, or its file is removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import hashlib
 import inspect
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -64,6 +68,7 @@ class KnownTrials:
             **describe_software(),
             "machine": describe_machine(device),
             "compiled": hashlib.sha256(program.encode()).hexdigest(),
+            "code": _code_folder(),
         }
         self._directory: Path | None = None
         with contextlib.suppress(RuntimeError):  # a user without a home
@@ -122,6 +127,14 @@ def compiled_costs(
         cost = CompiledCost(forward, backward, trial.kept_bytes, seconds)
         found |= dict.fromkeys(names, cost)
     return found
+
+
+def _code_folder() -> str:
+    # As `torch._inductor.runtime.cache_dir_utils` has it, which takes seconds to import
+    usual = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual))
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"{folder.absolute()} {folder.stat().st_ino}"
 
 
 def _parts(module: nn.Module) -> list[Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.compilation import CompiledForward
-from tests.plugins.trainer_ranks import make_trainer, on_ranks, once_on_ranks, state_of
+from tests.plugins.trainer_ranks import make_trainer, on_new_ranks, on_ranks, once_on_ranks, state_of
 
 
 class Layer(nn.Module):
@@ -72,7 +74,9 @@ class Stack(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)  # rounding grows with it
 
 
-def fit(rank: int, plan: Any, layer: type[Layer] = Layer) -> tuple[list[float], Any, Any]:
+def fit(
+    rank: int, plan: Any, layer: type[Layer] = Layer, epochs: int = 25
+) -> tuple[list[float], Any, Any]:
     """Losses of this rank, values at the end, and what became of compiled blocks."""
     torch.manual_seed(0)
     module = Stack(layer)
@@ -80,8 +84,8 @@ def fit(rank: int, plan: Any, layer: type[Layer] = Layer) -> tuple[list[float], 
     rows, labels = torch.randn(58, 16, generator=source), torch.randint(4, (58,), generator=source)
     data = DataLoader([*zip(rows, labels, strict=True)], batch_size=4)  # of the last batch 1 or 2
     torch.manual_seed(rank)
-    trainer = make_trainer(AutoParallelStrategy(plan=plan), devices=2, max_epochs=25)  # 200 steps
-    trainer.fit(module, data)
+    strategy = AutoParallelStrategy(plan=plan)
+    make_trainer(strategy, devices=2, max_epochs=epochs).fit(module, data)  # of eight steps
     assert all("forward" not in vars(part) for part in module.layers.modules())
     return module.losses, state_of(module), module.compiled
 
@@ -96,6 +100,26 @@ def test_compiled_blocks_train_as_under_ddp(plan: str) -> None:
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in state.items():
             torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-5)
+
+
+def new_code(rank: int, folder: str) -> list[int]:
+    """How many graphs a fit under ddp and one of shards compile, which others have not."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    from torch._dynamo.utils import counters  # noqa: PLC0415  (a second to import)
+
+    found = []
+    for plan in ("ddp+compile", "zero3+compile"):
+        torch._dynamo.reset()
+        counters.clear()
+        assert fit(rank, plan, epochs=1)[2] == ["in use"] * 3
+        found.append(counters["aot_autograd"]["autograd_cache_miss"])
+    return found
+
+
+def test_shards_run_code_that_was_compiled_without_them(tmp_path: Path) -> None:
+    """As that of a trial is, whose memory and seconds are priced."""
+    under_ddp, in_shards = map(sum, zip(*on_new_ranks(new_code, str(tmp_path)), strict=True))
+    assert under_ddp > 0 and in_shards == 0
 
 
 def test_what_does_not_compile_runs_as_it_is_written() -> None:

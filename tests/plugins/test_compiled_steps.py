@@ -126,8 +126,10 @@ def change_entries(caches: Path, **changes: Any) -> None:
     path.write_text(json.dumps(data))
 
 
-def test_trials_are_kept_for_later_fits(tmp_path: Path) -> None:
-    """A fit without a trial of its own, a search that counts on one, and one that was refused."""
+def test_trials_are_kept_for_later_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fit without a trial of its own, a search that counts on one, and ones that may not."""
     with_trial = on_new_ranks(fit, None, "plain", str(tmp_path))
     change_entries(tmp_path, eager=[1, 1], compiled=[0.5, 0.5], compilation_seconds=0.0)
     for plan, since in (None, 4), ("search", 0):  # from which step
@@ -135,10 +137,16 @@ def test_trials_are_kept_for_later_fits(tmp_path: Path) -> None:
         for (losses, _, form), (expected, *_) in zip(found, with_trial, strict=True):
             assert form == [False] * since + [True] * (len(form) - since)
             assert losses == pytest.approx(expected, rel=1e-5)
+    with monkeypatch.context() as elsewhere:  # its code is gone, and a trial fails
+        elsewhere.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
+        assert not any(map(any, forms_of_known(tmp_path)))
     change_entries(tmp_path, refusal="it was slower")
-    assert not any(
-        form for *_, forms in on_new_ranks(fit, None, "known", str(tmp_path)) for form in forms
-    )
+    assert not any(map(any, forms_of_known(tmp_path)))
+
+
+def forms_of_known(caches: Path) -> list[list[bool]]:
+    """Which steps ran compiled blocks in a fit that could make no trial."""
+    return [forms for *_, forms in on_new_ranks(fit, None, "known", str(caches))]
 
 
 @pytest.mark.parametrize("plan", [None, "zero3+recompute"])

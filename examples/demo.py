@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import lightning_topt.cli.train  # before there are copies
+import lightning_topt.cli.train  # noqa: F401  (before there are copies)
 import topt_console
 
 CONTEXT = multiprocessing.get_context("fork")

@@ -38,11 +38,7 @@ from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.graph.errors import explain_compiled, explain_shards
 from lightning_topt.graph.module_copy import is_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.data_parallel_hooks import (
-    DataParallelHooks,
-    known_options,
-    name_own_strategy,
-)
+from lightning_topt.plugins.data_parallel_hooks import DataParallelHooks, known_options
 from lightning_topt.plugins.microbatches import MicrobatchLoss, check_microbatch_loss
 from lightning_topt.plugins.plan_checkpoints import PlanCheckpoints
 from lightning_topt.plugins.plan_options import PipelinePlan
@@ -376,10 +372,7 @@ class AutoParallelStrategy(DataParallelHooks):
             exception.args = (f"{exception}\n{_WAY_OUT}",)
         explain_shards(exception)
         explain_compiled(exception)
-        self._guard.close(alone=True)
-        self.rank_watch.name(exception)
         super().on_exception(exception)
-        name_own_strategy(exception, type(self).__name__)
 
     @override
     def teardown(self) -> None:
@@ -391,8 +384,6 @@ class AutoParallelStrategy(DataParallelHooks):
         if self._updates is not None:
             self._updates.end(failed=self._failed)
         self._run.end(failed=self._failed)
-        if self._start_method != "popen":  # such ranks end without running what `atexit` holds
-            self._guard.close()
         super().teardown()
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -400,21 +391,16 @@ class AutoParallelStrategy(DataParallelHooks):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output: STEP_OUTPUT = self._run.runner.training_step(
-            self._own_step, args, kwargs, exchanges=not self._accumulates
+            super().training_step, args, kwargs, exchanges=not self._accumulates
         )
         return output
-
-    def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._guard.errors():
-            return super().training_step(*args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self._guard.begin_backward(self.precision_plugin)
         clock = None if self._updates is None else self._updates.clock
-        with self._guard.errors(), nullcontext() if clock is None else clock.backward():
+        with nullcontext() if clock is None else clock.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _gathers_in_evaluation(self) -> bool:

@@ -9,8 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -31,7 +30,6 @@ from lightning_topt.plugins.data_parallel_hooks import (
     DataParallelHooks,
     NodeShape,
     checked_ddp_options,
-    name_own_strategy,
 )
 from lightning_topt.plugins.monitors import add_monitor
 
@@ -150,33 +148,7 @@ class CompressedDDPStrategy(DataParallelHooks):
                 "lost (error_feedback=False holds nothing back)"
             )
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._guard.close(alone=True)
-        self.rank_watch.name(exception)
-        super().on_exception(exception)
-        name_own_strategy(exception, type(self).__name__)
-
-    @override
-    def teardown(self) -> None:
-        if self._start_method != "popen":  # such ranks end without running what `atexit` holds
-            self._guard.close()
-        super().teardown()
-
     # ---- steps -----------------------------------------------------------------------------------
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._guard.errors():
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        self._guard.begin_backward(self.precision_plugin)
-        with self._guard.errors():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(

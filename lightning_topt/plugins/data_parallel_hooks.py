@@ -24,7 +24,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt import plugins
@@ -98,11 +101,35 @@ class DataParallelHooks(DDPStrategy):
         super().setup(trainer)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._guard.close(alone=True)  # the other ranks may be anywhere
+        self.rank_watch.name(exception)
+        super().on_exception(exception)
+        name_own_strategy(exception, type(self).__name__)
+
+    @override
     def teardown(self) -> None:
+        if self._start_method != "popen":  # such ranks end without running what `atexit` holds
+            self._guard.close()
         self._training_data.end()
         self._batches.end()
         with self.rank_watch.last():
             super().teardown()
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._guard.errors():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._guard.begin_backward(self.precision_plugin)
+        with self._guard.errors():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     # ---- training data ---------------------------------------------------------------------------
 

@@ -71,7 +71,6 @@ class LocalStepsStrategy(DataParallelHooks):
         self.method = _read_local_method(method)
         self.timeout_seconds = check_real(timeout_seconds, name="timeout_seconds", positive=True)
         self._nodes = NodeShape(nodes, ranks_per_node).checked()
-        self._failed = False  # the last fit
         self._fitting = False  # parameters may differ between ranks
 
     @property
@@ -94,10 +93,6 @@ class LocalStepsStrategy(DataParallelHooks):
     def configure_ddp(self) -> None:
         module = self.lightning_module
         assert module is not None
-        # That of an earlier fit ends before a new one begins.
-        if self._failed:
-            self._guard.close(alone=True)
-        self._failed = False
         exchange = OuterSteps(
             module,
             self.method,
@@ -134,9 +129,7 @@ class LocalStepsStrategy(DataParallelHooks):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # the other ranks may be anywhere: no collective calls any more
-        self._fitting, self._failed = False, True
-        self.rank_watch.name(exception)
+        self._fitting = False
         super().on_exception(exception)
 
     @override

@@ -267,7 +267,7 @@ def compile_blocks(module: nn.Module, forms: Mapping[str, object]) -> None:
 
 
 def uncompile(module: nn.Module, kind: type[ReplacedForward] = CompiledForward) -> None:
-    """Undo `compile_blocks` on all submodules, and with `ReplacedForward` what the plan has moved."""
+    """Undo `compile_blocks` on all submodules; `ReplacedForward`: what the plan has moved, too."""
     for part in module.modules():
         holder = _holder(part)
         if isinstance(own := vars(holder).get("forward"), kind):

@@ -21,7 +21,13 @@ from torch.utils.data import DataLoader
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.compilation import CompiledForward
-from tests.plugins.trainer_ranks import make_trainer, on_new_ranks, on_ranks, once_on_ranks, state_of
+from tests.plugins.trainer_ranks import (
+    make_trainer,
+    on_new_ranks,
+    on_ranks,
+    once_on_ranks,
+    state_of,
+)
 
 
 class Layer(nn.Module):
@@ -105,7 +111,7 @@ def test_compiled_blocks_train_as_under_ddp(plan: str) -> None:
 def new_code(rank: int, folder: str) -> list[int]:
     """How many graphs a fit under ddp and one of shards compile, which others have not."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    from torch._dynamo.utils import counters  # noqa: PLC0415  (a second to import)
+    from torch._dynamo.utils import counters
 
     found = []
     for plan in ("ddp+compile", "zero3+compile"):

@@ -126,9 +126,7 @@ def change_entries(caches: Path, **changes: Any) -> None:
     path.write_text(json.dumps(data))
 
 
-def test_trials_are_kept_for_later_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trials_are_kept_for_later_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fit without a trial of its own, a search that counts on one, and ones that may not."""
     with_trial = on_new_ranks(fit, None, "plain", str(tmp_path))
     change_entries(tmp_path, eager=[1, 1], compiled=[0.5, 0.5], compilation_seconds=0.0)

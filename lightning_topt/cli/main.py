@@ -185,7 +185,7 @@ def _sentence(error: BaseException) -> str | None:
     if isinstance(error, InterpolationKeyError):
         return (
             f"{_one_line(str(error))}; a value that `--cfg job` shows refers to it, as data made "
-            "for another model does"
+            "for another model does (data=own takes yours)"
         )
     if isinstance(error, ModuleNotFoundError):  # ours have no name, but a hint
         hint = "" if error.name is None else "; install the package that has it"

@@ -72,7 +72,7 @@ def _plan_once(config: DictConfig) -> None:
     check_objective(objective, allowed=(*OBJECTIVES, TIME_TO_LOSS))
     if request.cluster is not None:  # else ranks of torchrun or srun measure it together
         leave_to_rank_0()
-        print(meshes.words(request.cluster))
+        print(meshes.words(request.cluster, trainer.precision))
 
     # the step, its costs, and the search
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")

@@ -517,11 +517,11 @@ class SearchedMeshes:
         """
         return samples * (world_size if self.data_ranks is None else self.data_ranks)
 
-    def words(self, cluster: Cluster) -> str:
+    def words(self, cluster: Cluster, precision: str) -> str:
         """Return for how many devices of `cluster` plans are searched, in a sentence."""
         asked, there = " or ".join(map(str, self.device_counts)), cluster.num_devices
         share = "all" if self.device_counts == (there,) else f"{asked} of the"
-        return f"Planning for {share} {there} devices of {cluster.name}."
+        return f"Planning for {share} {there} devices of {cluster.name}, in {precision}."
 
     def why_not_split(
         self, example: ExampleStep, request: PlanRequest, trainer: pl.Trainer
@@ -598,6 +598,11 @@ def _ranks(config: DictConfig, cluster: Cluster | None, trainer: pl.Trainer) -> 
     given = any(re.match(r"\+*trainer\.(devices|num_nodes)=", word) for word in words) or any(
         config.trainer.get(name, usual[name]) != usual[name] for name in names
     )
+    if given and trainer.num_nodes > 1 and trainer.num_devices != cluster.devices_per_node:
+        raise ValueError(
+            f"nodes of {cluster.name} have {cluster.devices_per_node} devices, and the trainer "
+            f"takes {trainer.num_devices} of them: say cluster.devices_per_node={trainer.num_devices}"
+        )
     return trainer.world_size if given else cluster.num_devices
 
 

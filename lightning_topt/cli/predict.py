@@ -157,9 +157,11 @@ def _print_priced(
         f"{plan.summary()}, {several}batches of {plan.batch_size} on {cluster.name}",
         highlight=False,
     )
+    room = cluster.device.memory_bytes
+    beyond = f", and a device has {format_bytes(room)}" if predicted.peak_bytes > room else ""
     console.print(
         f"step time {format_seconds(predicted.step_seconds)}, peak memory "
-        f"{format_bytes(predicted.peak_bytes)} of each rank",
+        f"{format_bytes(predicted.peak_bytes)} of each rank{beyond}",
         highlight=False,
     )
     for sentence in (sentence_of(cluster.accuracy), *interval_sentences(sure, cluster)):

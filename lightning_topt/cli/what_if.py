@@ -117,6 +117,8 @@ def run(config: DictConfig) -> None:
     report_plan(planning, search, request, folder=folder, notes=notes, ends=False)
     console = Console()
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
+    precision = config.trainer.get("precision") or "32-true"
+    notes.append(f"All in {precision}: trainer.precision= changes it.")
     for line in (reason, *notes, f"run folder: {folder}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -248,15 +250,19 @@ def _searches(
     for searched, request in zip(meshes, requests, strict=True):
         if request.cluster is None:  # too few devices of a known one leave out single scenarios
             searched.check_devices(None, setup.trainer)
+    length = config.model.get("seq_len")
+    length = length if isinstance(length, int) else None
+    if length is None and asked.work is not None and asked.work.tokens is not None:
+        raise ValueError(
+            "work.tokens needs the tokens of a sample, and the model has no entry model.seq_len: "
+            "give work.samples, or +model.seq_len=512 where the class takes it"
+        )
     STATUS.show(f"capturing the step of {type(setup.model).__name__}")
     example = setup.capture(
         splits=any(each.tensor for each in meshes),
         accelerator=has_accelerators(*(request.cluster for request in requests)),
     )
     STATUS.clear()
-    length = config.model.get("seq_len")
-    length = length if isinstance(length, int) else None
-
     for request, searched in zip(requests, meshes, strict=True):
         unpriced = UnpricedSearch.of(
             setup,

@@ -70,21 +70,12 @@ class Workload:
             )
 
     def steps_of(self, scenario: Scenario) -> float:
-        """Return the steps of a run, in parts of one.
-
-        Raises:
-            ValueError: work is in tokens, and the length of samples is not known.
-        """
+        """Return the steps of a run, in parts of one."""
         if self.steps is not None:
             return self.steps
         if self.samples is not None:
             return self.samples / scenario.batch_size
-        if scenario.seq_len is None:
-            raise ValueError(
-                "work.tokens needs the tokens of a sample, and the model has no entry "
-                "model.seq_len: give work.samples"
-            )
-        assert self.tokens is not None
+        assert self.tokens is not None and scenario.seq_len is not None
         return self.tokens / (scenario.batch_size * scenario.seq_len)
 
 
@@ -471,11 +462,12 @@ def print_scenarios(
         "batch": lambda each: str(each.scenario.batch_size),
         "step": lambda each: format_seconds(each.step_seconds),
         "memory": lambda each: format_bytes(each.peak_bytes),
+        "samples/s": lambda each: f"{each.samples_per_second:.4g}",
     }
     if with_run:
         columns["run"] = lambda each: "" if each.run is None else format_duration(each.run.seconds)
     if any(each.money_per_sample is not None for each in estimates):
-        columns["money" if with_run else "money per 1000"] = money
+        columns["money" if with_run else "money of 1000"] = money
     beyond = any(limits.excess(each) > 1 for each in estimates)
     shown = table(
         "",

@@ -18,23 +18,23 @@ TINY = (
 @pytest.mark.parametrize(
     ("words", "said", "ranks"),
     [
-        (["cluster=h100_2x8"], "Planning for all 16 devices of h100_2x8.", 16),
+        (["cluster=h100_2x8"], "Planning for all 16 devices of h100_2x8, in 32-true.", 16),
         (
             ["cluster=h100_2x8", "trainer.devices=4"],
-            "Planning for 4 of the 16 devices of h100_2x8.",
+            "Planning for 4 of the 16 devices of h100_2x8, in 32-true.",
             4,
         ),
         (
             ["cluster=h100_2x8", "device_counts=[4]"],
-            "Planning for 4 of the 16 devices of h100_2x8.",
+            "Planning for 4 of the 16 devices of h100_2x8, in 32-true.",
             4,
         ),
         (
             ["--config-dir", "mine", "cluster=h100_2x8", "experiment=four"],
-            "Planning for 4 of the 16 devices of h100_2x8.",
+            "Planning for 4 of the 16 devices of h100_2x8, in 32-true.",
             4,
         ),
-        (["cluster=local_cpu"], "Planning for all 2 devices of local_cpu.", 2),
+        (["cluster=local_cpu"], "Planning for all 2 devices of local_cpu, in 32-true.", 2),
     ],
     ids=["all", "given", "counted", "in a file", "local"],
 )

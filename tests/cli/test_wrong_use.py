@@ -35,6 +35,7 @@ WHOLE = "is at least 1, a whole number; got"
         ("train +trainer.colour=red", "colour"),
         (f"plan {ALONE} strategy.memory_limit=1KiB", "memory"),
         (f"plan {ALONE} device_counts=[2,3] {OF_8}", "cannot be divided evenly over 3 devices"),
+        (f"plan {ALONE} trainer.num_nodes=2 {OF_8}", "say cluster.devices_per_node=2"),
         (f"plan {SMALL} mesh={{data:2,tensor:2}}", "4 ranks do not fit the 2 device(s) here"),
         (f"plan {SMALL} device_counts=[8] batch_size=8", "8 ranks do not fit the 2 device(s) here"),
         (f"plan {SMALL} mesh={{pipeline:4}} cluster=local_cpu", "4 ranks do not fit the cluster"),

@@ -246,7 +246,7 @@ def test_a_plan_is_for_the_nodes_and_devices_of_the_job(slurm, tmp_path):
     script = f"{TOPT} {words} hydra.run.dir={tmp_path}/run\n"
     slurm.submit(script, tmp_path / "output", "--wait", *options)
     output = "\n".join(path.read_text() for path in (tmp_path / "output").glob("output-*"))
-    assert "Planning for all 4 devices of a100_8x8." in output, output
+    assert "Planning for all 4 devices of a100_8x8, in " in output, output
     assert ParallelPlan.load(tmp_path / "run" / "plan.yaml").mesh.size == 4
 
 

@@ -13,12 +13,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+
+from lightning_topt.costs.optimizer import time_updates
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -142,3 +145,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
         f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values))
     )
     return f"{middle} ({low} to {high})"
+
+
+def measure_update_seconds(optimizers: Iterable[Optimizer], **options: Any) -> dict[str, float]:
+    """Return the seconds per element of each parameter's update by name, as `time_updates`."""
+    times = time_updates(optimizers, **options)
+    return {name: each.seconds for each in times for name in each.names}

@@ -25,7 +25,7 @@ RUNS = [
     (
         "language_model.py",
         "--max-steps 8 --layers 2 --hidden 64 --memory-limit 30MiB",
-        r"plan: .*\nwhy: .* limit of 30.00 MiB .*\n"
+        r"plan: .*\nwhy: .* fits into 30.00 MiB .*\n"
         r"measured: \d+\.\d+ s per step, \d+ MiB at the peak\nloss: [345]\.\d\d",
     ),
     ("lora.py", "--max-steps 6", r"plan: .*DDP\ntrained: 36,864 of 871,168 .*\nloss: [345]\.\d\d"),
@@ -46,7 +46,7 @@ RUNS = [
         "demo.py",
         "trainer.limit_train_batches=32 trainer.limit_val_batches=1 model.num_layers=2",
         r"strategy=ddp .*strategy=topt .*"
-        r"strategy.memory_limit=(\d+)MiB .*topt: .*limit of \1\.00 MiB.*"
+        r"strategy.memory_limit=(\d+)MiB .*topt: .*fits into \1\.00 MiB.*"
         r"│ ddp .* ms .* MiB .* (\d\.\d{3})\d .*│ topt .* \2\d .*│ topt, \1MiB .* \2\d ",
     ),
     ("show_frontier.py", "", r"plans are worth knowing"),

@@ -31,14 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import RESULTS, machine, mib
+from benchmarks.common import RESULTS, machine, measure_update_seconds, mib
 from benchmarks.foreign.family_models import FAMILIES
 from lightning_topt.basics.forked_call import ForkedCall, writable_files
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measuring import on_rank_0
-from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.training_step import CompiledCost, TrainingStep
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import (

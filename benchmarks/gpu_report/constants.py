@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, softmax
 
+from benchmarks.common import measure_update_seconds
 from benchmarks.gpu_report.reporting import (
     MIB,
     Report,
@@ -28,7 +29,7 @@ from benchmarks.gpu_report.reporting import (
 from lightning_topt.costs.calibrate import calibrate
 from lightning_topt.costs.cluster import Cluster, Device
 from lightning_topt.costs.measuring import time_call
-from lightning_topt.costs.optimizer import measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import read_optimizer
 
 _GIB = 1024 * MIB
 _BUDGET_SECONDS = 1.5  # as the strategy calibrates

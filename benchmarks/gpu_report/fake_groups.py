@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.common import measure_update_seconds
 from benchmarks.gpu_report.reporting import (
     Report,
     free_memory,
@@ -39,7 +40,7 @@ from benchmarks.gpu_report.reporting import (
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.demo import VOCABULARY, ByteGPT
 from lightning_topt.execution.engine import Engine

@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common import measure_update_seconds
 from benchmarks.foreign.family_models import (
     ConvNext,
     FamilyModule,
@@ -54,7 +55,7 @@ from lightning_topt.costs.compute import (
     kernel_key,
     roofline_seconds,
 )
-from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.engine import Engine

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.common import measure_update_seconds
 from benchmarks.gpu_report.reporting import memory_columns, reset_peaks, synchronize
 from benchmarks.multi_gpu.job import Job
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
-from lightning_topt.costs.optimizer import measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.demo import VOCABULARY, ByteGPT
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, return_freed_memory, warm_up

@@ -601,7 +601,7 @@ def _ranks(config: DictConfig, cluster: Cluster | None, trainer: pl.Trainer) -> 
     if given and trainer.num_nodes > 1 and trainer.num_devices != cluster.devices_per_node:
         raise ValueError(
             f"nodes of {cluster.name} have {cluster.devices_per_node} devices, and the trainer "
-            f"takes {trainer.num_devices} of them: say cluster.devices_per_node={trainer.num_devices}"
+            f"takes {trainer.num_devices}: say cluster.devices_per_node={trainer.num_devices}"
         )
     return trainer.world_size if given else cluster.num_devices
 

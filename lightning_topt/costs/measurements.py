@@ -283,8 +283,8 @@ class Measurements:
         # Note that what is used was measured so, and tell once where the machine was busy
         if busy and not self.busy_share:
             self._tell(
-                "this machine was busy while it was measured, so predictions may be too slow; it "
-                "is measured again after an hour"
+                "this machine was busy while it was measured, so predictions may be off; what was "
+                "measured is used for an hour"
             )
         self.busy_share = max(self.busy_share, busy)
 

@@ -275,12 +275,6 @@ def time_updates(
     return times
 
 
-def measure_update_seconds(optimizers: Iterable[Optimizer], **options: Any) -> dict[str, float]:
-    """Return the seconds per element of each parameter's update by name, as `time_updates`."""
-    times = time_updates(optimizers, **options)
-    return {name: each.seconds for each in times for name in each.names}
-
-
 def update_kinds(
     optimizers: Iterable[Optimizer],
     *,

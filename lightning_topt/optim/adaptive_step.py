@@ -230,7 +230,7 @@ class AdaptiveStep:
             statistics.median(self._plain_seconds), statistics.median(self._trial_seconds[1:])
         )
         faster = is_faster(plain, shared)
-        times = f"a step takes {1e3 * shared:.2f} ms with it, {1e3 * plain:.2f} without"
+        times = f"it takes {1e3 * shared:.2f} ms, on each rank alone {1e3 * plain:.2f}"
         reason = f"the update is {'shared' if faster else 'not shared after a trial'}: {times}"
         if not faster:
             self._unshare()

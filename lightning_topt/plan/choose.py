@@ -1,7 +1,7 @@
 """Choose one plan from a frontier, and say why.
 
     chosen = choose(frontier.candidates, objective="time", memory_limit=2**30)
-    chosen.plan.reason      # "The fastest step that fits into a limit of 1 GiB per device: ..."
+    chosen.plan.reason      # "The fastest step that fits into 1 GiB per device: ..."
 
 Objectives are least time, least memory or fewest devices, within the limits: the user modes of
 TensorOpt (arXiv 2004.10856, section 5), mini-time, and mini-parallelism for ``"devices"``.
@@ -296,9 +296,7 @@ def _why(
 ) -> str:
     # The first sentence: what the plan is the best of, and what it costs
     limit = (
-        ""
-        if memory_limit is None
-        else f" that fits into a limit of {format_bytes(memory_limit)} per device"
+        "" if memory_limit is None else f" that fits into {format_bytes(memory_limit)} per device"
     )
     costs = (
         f": {format_seconds(chosen.step_seconds)} and {format_bytes(chosen.peak_bytes)} predicted "

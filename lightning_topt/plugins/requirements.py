@@ -445,6 +445,13 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(_EACH_ITS_OWN, "its batches cannot be sent ({})", _unpackable),
     Requirement(
+        (SEQUENTIAL,),
+        "batch norm {} keeps statistics, under ddp those of rank 0's batches",
+        lambda fit: fit.part(
+            lambda part: part.training and getattr(part, "running_mean", None) is not None
+        ),
+    ),
+    Requirement(
         (OWN_BATCHES,),
         "training_step uses {}, and what rank 0 writes is known on the last stage's rank",
         lambda fit: min(fit.reads & _WRITERS, default=None),

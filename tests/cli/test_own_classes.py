@@ -55,10 +55,7 @@ def test_classes_of_the_current_folder_are_planned(tmp_path):
     [
         (f"model=own model._target_=mine.Not {ROWS}", "mine.Not"),
         ("data._target_=mine.Rows", "data: Rows.__init__() got an unexpected keyword argument"),
-        (
-            f"{NET} +model.width=16 {ROWS} work.tokens=1e9",
-            "no entry model.seq_len: give work.s",
-        ),
+        (f"{NET} +model.width=16 {ROWS} work.tokens=1e9", "no entry model.seq_len: give work.s"),
         (
             f"{NET} data._target_=mine.Rows",
             "'model.seq_len' not found; a value that `--cfg job` shows refers to it",

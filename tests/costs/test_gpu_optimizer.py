@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_topt.costs.optimizer import measure_update_seconds, read_optimizer
+from benchmarks.common import measure_update_seconds
+from lightning_topt.costs.optimizer import read_optimizer
 
 pytestmark = [
     pytest.mark.gpu,

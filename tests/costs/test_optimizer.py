@@ -9,8 +9,9 @@ from torch import nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.common import measure_update_seconds
 from lightning_topt.costs.cluster import Device
-from lightning_topt.costs.optimizer import measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import read_optimizer
 
 CASES = [
     (optim.AdamW, {}),

@@ -13,7 +13,8 @@ from torch import nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_topt.costs.optimizer import OptimizerError, measure_update_seconds, read_optimizer
+from benchmarks.common import measure_update_seconds
+from lightning_topt.costs.optimizer import OptimizerError, read_optimizer
 
 CPU = torch.device("cpu")
 

@@ -431,6 +431,21 @@ def test_tensor_axes_are_found_where_they_are_best(case: Case, summary: str, rea
     assert summary in found["planned"][0] and reason in found["planned"][2]
 
 
+def planned_with_statistics(rank: int) -> str:
+    """What is planned for a model whose batch norm trains, in what only tensor axes keep."""
+    module = Rich(width=32)
+    module.batch_norm.train()
+    options: Any = {"cluster": cluster(2, 1, FAST), "memory_limit": "10KiB"}
+    with pytest.raises(Exception, match="no plan fits") as caught:
+        topt_trainer(options=options).fit(module, OwnBatches(2))
+    return str(caught.value)
+
+
+def test_batch_norm_keeps_tensor_axes_out_of_searches() -> None:
+    (said, *_) = on_ranks(planned_with_statistics)
+    assert "not split over tensor axes: batch norm 'batch_norm' keeps statistics" in said
+
+
 # ---- what is left --------------------------------------------------------------------------------
 
 

@@ -160,7 +160,8 @@ def spearman(one: list[float], other: list[float]) -> float:
 
 def write(rows: list[dict[str, Any]], path: Path, *, steps: int) -> None:
     """The report."""
-    text = ["# Predictions on twelve other model families", "", machine(), ""]
+    of = "of plans whose blocks are compiled" if rows[0]["plan"].endswith("compile") else ""
+    text = [f"# Predictions {of or 'on twelve other model families'}", "", machine(), ""]
     text += [f"- 2 gloo ranks, one thread each; median of {steps} steps", "", *summary(rows), ""]
     text += [
         "| family | plan | predicted s | measured s | error | predicted MiB | measured MiB | error "

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_topt.costs.optimizer import time_updates
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # an override that finds the models of examples/hugging_face.py
@@ -149,5 +147,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 def measure_update_seconds(optimizers: Iterable[Optimizer], **options: Any) -> dict[str, float]:
     """Return the seconds per element of each parameter's update by name, as `time_updates`."""
+    from lightning_topt.costs.optimizer import time_updates  # noqa: PLC0415  (few need it)
+
     times = time_updates(optimizers, **options)
     return {name: each.seconds for each in times for name in each.names}

@@ -12,12 +12,12 @@ import json
 import multiprocessing
 import os
 import shlex
-import socket
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from rich.console import Console
 from rich.table import Table
 
@@ -64,15 +64,13 @@ def train(*words: str) -> dict[str, Any]:
     print(f"\n$ topt {shlex.join(words)}", flush=True)
     devices = [word.partition("=")[2] for word in words if word.startswith("trainer.devices=")]
     size = int(devices[-1]) if devices else 2
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
+    with tempfile.TemporaryDirectory() as folder:
         environment = {
             "TORCHELASTIC_RUN_ID": "demo",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
+            "MASTER_PORT": str(find_free_network_port()),
             "WORLD_SIZE": str(size),
         }
-        free.close()
         arguments = ["topt", *words, f"hydra.run.dir={folder}"]
         output, into = os.pipe()
         ranks = [

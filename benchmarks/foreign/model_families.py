@@ -160,8 +160,9 @@ def spearman(one: list[float], other: list[float]) -> float:
 
 def write(rows: list[dict[str, Any]], path: Path, *, steps: int) -> None:
     """The report."""
-    of = "of plans whose blocks are compiled" if rows[0]["plan"].endswith("compile") else ""
-    text = [f"# Predictions {of or 'on twelve other model families'}", "", machine(), ""]
+    is_compiled = rows[0]["plan"].endswith("compile")
+    of = "of plans whose blocks are compiled" if is_compiled else "on twelve other model families"
+    text = [f"# Predictions {of}", "", machine(), ""]
     text += [f"- 2 gloo ranks, one thread each; median of {steps} steps", "", *summary(rows), ""]
     text += [
         "| family | plan | predicted s | measured s | error | predicted MiB | measured MiB | error "

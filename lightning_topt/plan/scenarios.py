@@ -467,7 +467,7 @@ def print_scenarios(
     if with_run:
         columns["run"] = lambda each: "" if each.run is None else format_duration(each.run.seconds)
     if any(each.money_per_sample is not None for each in estimates):
-        columns["money" if with_run else "money of 1000"] = money
+        columns["money" if with_run else "per 1000 samples"] = money
     beyond = any(limits.excess(each) > 1 for each in estimates)
     shown = table(
         "",

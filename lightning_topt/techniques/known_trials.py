@@ -64,16 +64,19 @@ class KnownTrials:
     ) -> None:
         shapes = [[list(each.shape), str(each.dtype)] for each in tensors_in(batch)]
         program = json.dumps([_parts(module), shapes, precision, ranks])
-        self._setup = {
+        self._program = {
             **describe_software(),
             "machine": describe_machine(device),
             "compiled": hashlib.sha256(program.encode()).hexdigest(),
-            "code": _code_folder(),
         }
         self._directory: Path | None = None
         with contextlib.suppress(RuntimeError):  # a user without a home
             self._directory = default_directory()
         self._entries = load_entries(self._directory, self._setup) if self._directory else {}
+
+    @property
+    def _setup(self) -> dict[str, Any]:
+        return {**self._program, "code": _code_folder()}  # a trial may have made the folder
 
     @property
     def trials(self) -> dict[str, Trial]:
@@ -130,11 +133,14 @@ def compiled_costs(
 
 
 def _code_folder() -> str:
-    # As `torch._inductor.runtime.cache_dir_utils` has it, which takes seconds to import
-    usual = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual))
-    folder.mkdir(parents=True, exist_ok=True)
-    return f"{folder.absolute()} {folder.stat().st_ino}"
+    # As `torch._inductor.runtime.cache_dir_utils` has it, which takes seconds to import; "" where
+    # it is not there, or is that of a user without a name
+    with contextlib.suppress(OSError, KeyError):
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(
+            tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"
+        )
+        return f"{os.path.abspath(folder)} {os.stat(folder).st_ino}"
+    return ""
 
 
 def _parts(module: nn.Module) -> list[Any]:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_topt.techniques.compilation import (
     compare,
     compile_blocks,
 )
+from lightning_topt.techniques.known_trials import KnownTrials
 
 runs: list[Any] = []  # of compiled graphs
 
@@ -145,3 +147,21 @@ def test_results_under_autocast_may_differ_as_numbers_of_16_bits_do() -> None:
     other = [one[0] * 1.004]
     assert compilation._difference(one, other, in_16_bits=True) is None
     assert compilation._difference(one, other, in_16_bits=False) is not None
+
+
+def test_what_is_known_needs_no_user_and_makes_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a container whose user has no name, in each fit that asks for nothing."""
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("getpass.getuser", nameless)
+    options: Any = {"device": torch.device("cpu"), "ranks": 2, "precision": "32-true"}
+    assert KnownTrials(stack(), torch.randn(2, 8), **options).trials == {}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
+    assert KnownTrials(stack(), torch.randn(2, 8), **options).trials == {}
+    assert not (tmp_path / "code").exists()

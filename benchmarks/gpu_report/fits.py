@@ -65,7 +65,9 @@ def cell(
     if kind == REFERENCE:
         strategy = DDPStrategy()
     elif limit is None:
-        strategy = AutoParallelStrategy(objective="memory" if kind == "least memory" else "time")
+        strategy = AutoParallelStrategy(
+            plan="search", objective="memory" if kind == "least memory" else "time"
+        )
     else:
         strategy = AutoParallelStrategy(memory_limit=f"{limit // MIB}MiB")
     module = model.module(device)  # large ones take long to make on the host

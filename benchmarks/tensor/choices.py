@@ -307,6 +307,8 @@ def run_worker() -> None:
     torch.set_num_threads(1)
     L.seed_everything(0)
     plan = read_plan(options.plan)
+    # without a plan and a limit all plans are searched, as strategy="topt_full" does
+    plan = plan or (None if options.memory_limit else "search")
     strategy = AutoParallelStrategy(memory_limit=options.memory_limit, plan=plan)
     monitor = StepMonitor(warmup_steps=options.warmup)
     trainer = L.Trainer(

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from lightning_topt.communication.collectives import State as ExchangeState
 from lightning_topt.communication.collectives import values_of_group
@@ -61,6 +61,7 @@ from lightning_topt.execution.pipeline.step_program import (
     share_losses,
 )
 from lightning_topt.execution.states import load_module_state, module_state
+from lightning_topt.optim.clipping import squared_norm
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.technique import Applied, AppliedTechniques, RunOptions
@@ -615,7 +616,7 @@ class StageNorms:
         square = self._of_rank(given)
         dist.all_reduce(square, group=self.groups.pipeline_group)
         total = square**0.5
-        clip_grads_with_norm_([p for p in given if p.grad is not None], max_norm, total)
+        clip_grads_with_norm_(given, max_norm, total)
         return total
 
     @torch.no_grad()
@@ -638,32 +639,17 @@ class StageNorms:
         # This rank's norm is new, those of others are as they were sent.
         squares[own] = self._of_rank(given)
         total = (squares.sum() ** 0.5).to(torch.float32)
-        clip_grads_with_norm_([p for p in given if p.grad is not None], max_norm, total)
+        clip_grads_with_norm_(given, max_norm, total)
         return total, squares[own]
 
-    # the square of the norm of what this rank counts, in float32
     def _of_rank(self, parameters: Iterable[Tensor]) -> Tensor:
-        counted = [p for p in parameters if p.grad is not None and p not in self.counted_elsewhere]
-        by_slices: dict[int, list[Tensor]] = {}
-        for parameter in counted:
-            by_slices.setdefault(self.slices_of(parameter), []).append(parameter)
-        uncut = self._square(by_slices.pop(1, []))
-        if self.groups.tensor is None:
-            return uncut
-        # Slices are summed over the ranks of the tensor axes, each slice once: of so many slices
-        # several ranks hold the same.
-        ranks = dist.get_world_size(self.groups.tensor)
-        cut = torch.zeros((), device=self.device)
-        for count, alike in sorted(by_slices.items()):
-            cut = cut + self._square(alike) * count / ranks
-        dist.all_reduce(cut, group=self.groups.tensor)
-        return uncut + cut
-
-    def _square(self, parameters: Iterable[Tensor]) -> Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-        if not gradients:
-            return torch.zeros((), device=self.device)
-        return get_total_norm(gradients).to(self.device, torch.float32) ** 2
+        # the square of the norm of what this rank counts
+        return squared_norm(
+            (p for p in parameters if p not in self.counted_elsewhere),
+            device=self.device,
+            slices=self.slices_of,
+            group=self.groups.tensor,
+        )
 
 
 # ---- gradients by a method of the plan -----------------------------------------------------------

@@ -174,16 +174,15 @@ Hook = Callable[[Tensor], Tensor | None]
 
 def hook_of_slices(hook: Hook, layout: Layout, axes: TensorAxes) -> Hook:
     """Return a hook for the gradient of a split tensor that gives `hook` the full one."""
-    whole, same = (REPLICATE,) * len(axes), (False,) * len(axes)
 
     def run(gradient: Tensor) -> Tensor | None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            full = moves.move(gradient, layout.placements, whole, same, axes)
+            full = moves.unsharded(gradient, layout.placements, axes)
         changed = hook(full)
         if changed is None:
             return None
         with torch._C.DisableTorchFunction():
-            return moves.move(changed, whole, layout.placements, same, axes)
+            return moves.sliced(changed, layout.placements, axes)
 
     return run
 

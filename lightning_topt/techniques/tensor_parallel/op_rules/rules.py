@@ -31,6 +31,7 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     REPLICATE,
     Layout,
     TensorAxes,
+    divides_along,
     layout_of,
     numel,
     own_slice,
@@ -163,19 +164,15 @@ class Placed(Arguments):
 
     def cut_like(self, whole: Tensor, operand: int) -> Tensor:
         """Return the slice of `whole`, equal on all ranks, that fits the local argument."""
-        axes = self.axes
-        return own_slice(
-            whole, self.inputs[operand].placements, coordinates=axes.coordinates, sizes=axes.sizes
-        )
+        return own_slice(whole, self.inputs[operand].placements, self.axes)
 
     def cut_like_dim(self, whole: Tensor, operand: int, dim: int, *, along: int = 0) -> Tensor:
         """Return the slice of `whole` along dim `along` that fits dim `dim` of the argument."""
-        axes = self.axes
         placements = [
             Shard(along, each.parts) if isinstance(each, Shard) and each.dim == dim else REPLICATE
             for each in self.inputs[operand].placements
         ]
-        return own_slice(whole, placements, coordinates=axes.coordinates, sizes=axes.sizes)
+        return own_slice(whole, placements, self.axes)
 
     def gathered(self, local: Tensor, axes: Sequence[int], shard: Shard) -> Tensor:
         """Return the full tensor along `axes`, without a gradient. A collective call."""
@@ -471,8 +468,7 @@ def _fits(rows: Sequence[Row], call: OpCall, sizes: Sequence[int]) -> bool:
         return True
     # arguments, then results
     for operand in call.operands:
-        found = pieces([row.inputs[operand.place] for row in rows], sizes)
-        if found is None or any(operand.shape[dim] % count for dim, count in found.items()):
+        if not divides_along(operand.shape, [row.inputs[operand.place] for row in rows], sizes):
             return False
     count = min((len(row.outputs) for row in rows if row.outputs), default=0)
     cut_by = [size for row, size in zip(rows, sizes, strict=True) if row.outputs]

@@ -41,10 +41,9 @@ from lightning_topt.techniques.tensor_parallel.split_layouts import (
 )
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
-from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_prices import BlockSplit, SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import (
     ModelRegions,
-    ModelSplit,
     Point,
     choose_totals,
     model_split,
@@ -91,7 +90,7 @@ class SplitModel:
             self._known.totals[id(prices)] = prices, search_totals(self._regions, prices)
         return self._known.totals[id(prices)][1]
 
-    def candidates(self, prices: SplitPrices) -> list[ModelSplit]:
+    def candidates(self, prices: SplitPrices) -> list[BlockSplit]:
         """Return the few splits of the Pareto set that are tried, see `choose_totals`."""
         return [model_split(self._regions, total) for total in choose_totals(self._totals(prices))]
 

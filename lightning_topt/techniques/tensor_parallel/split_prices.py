@@ -32,11 +32,14 @@ from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     call_of,
     decide,
 )
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """Placements of a block's split parameters by name, and what a step of it takes on one rank.
+    """Placements of split parameters by name, and what a step takes on one rank.
+
+    Of a block, or of all blocks together.
 
     Args:
         placements: of parameters that are split
@@ -49,6 +52,11 @@ class BlockSplit:
     seconds: float
     state_bytes: float
     activation_bytes: float
+
+    @property
+    def layout(self) -> SplitLayout:
+        """The placements along the one axis, with the tensors between layers unsharded."""
+        return SplitLayout({name: (each,) for name, each in self.placements.items()}, {})
 
 
 def stays_whole(call: TracedCall, outcome: CallOutcome, whole: Collection[int]) -> bool:

@@ -110,7 +110,7 @@ class PipelineRun:
             draw_alike(self.groups.pipeline_group)  # functional operators draw on every rank
         # Trace the example: it says which parameters each stage needs.
         names = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
-        order = RandomOrder(device) if self.lag_per_hop is None else OneStageOrder(device)
+        order = RandomOrder() if self.lag_per_hop is None else OneStageOrder()
         # An asynchronous run changes parameters between a microbatch's passes.
         shares_casts = self.lag_per_hop is None
         self.flows = StepFlows(module, names, device=device, order=order, shares_casts=shares_casts)

@@ -94,7 +94,7 @@ class StepFlows:
     ) -> None:
         self._module, self._device, self._shares_casts = module, device, shares_casts
         self._stages = [tuple(blocks) for blocks in stages]
-        self.order = RandomOrder(device) if order is None else order
+        self.order = RandomOrder() if order is None else order
         self.whole: Callable[[Any], Any] = lambda value: value
         self.unsharded: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._submodules = list(module.modules())

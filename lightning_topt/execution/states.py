@@ -59,7 +59,7 @@ def module_state(module: nn.Module, split: Mapping[str, SplitTensor], *, full: b
     """Return a module's state: `full` on rank 0, or this rank's part of it."""
     state = module.state_dict()
     if full:
-        return gather_module_state(state, split)
+        return gather_values(state, split, wanted=dist.get_rank() == 0)
     return {name: chunks_of(value, split.get(name)) for name, value in state.items()}
 
 
@@ -84,13 +84,17 @@ def load_module_state(
 
 
 @torch.no_grad()
-def gather_module_state(state: Mapping[str, object], split: Mapping[str, SplitTensor]) -> State:
-    """Return the full form of a module's `state_dict()`, on rank 0. A collective call."""
+def gather_values(
+    values: Mapping[str, object], split: Mapping[str, SplitTensor | None], *, wanted: bool
+) -> State:
+    """Return the full form of `values` in host memory, where they are `wanted`.
+
+    A collective call: every rank takes part in gathering.
+    """
     gathered: State = {}
-    for name, value in state.items():
+    for name, value in values.items():
         full = _full(value, split.get(name))
-        # Every rank takes part in gathering, the first one keeps the result.
-        if dist.get_rank() == 0:
+        if wanted:
             gathered[name] = full.cpu() if isinstance(full, Tensor) else full
     return gathered
 
@@ -110,7 +114,6 @@ def place_module_state(
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def gather_parameter_states(
     states: Iterable[tuple[int, State]],
     split: Mapping[int, SplitTensor],
@@ -124,13 +127,9 @@ def gather_parameter_states(
     wanted = everywhere or dist.get_rank() == 0
     gathered: dict[int, State] = {}
     for index, values in states:
-        of_parameter = {}
-        for key, value in values.items():
-            full = _full(value, split.get(index))
-            if wanted:
-                of_parameter[key] = full.cpu() if isinstance(full, Tensor) else full
+        full = gather_values(values, dict.fromkeys(values, split.get(index)), wanted=wanted)
         if wanted:
-            gathered[index] = of_parameter
+            gathered[index] = full
     return gathered
 
 

@@ -42,6 +42,7 @@ from torchmetrics import Metric
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.value_exchange import value_of_rank
+from lightning_topt.execution.pipeline.stage_pass import replaced_attributes
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.equal_batches import lent
@@ -437,29 +438,14 @@ class LoggedMetric:
 @contextmanager
 def recorded_calls(module: nn.Module, calls: list[LoggedCall] | None) -> Generator[None]:
     """Put the calls of ``log`` and ``print`` of `module` into `calls`; None: drop them."""
-    modules = [*_modules_of(pl.LightningModule, module).items()]
     paths = {id(each): path for path, each in _metrics(module).items()}
-    # Instances may have methods of their own, which come back at the end.
-    before = [own_methods(each) for _, each in modules]
-    for path, each in modules:
-        vars(each).update({name: _recorder(path, name, calls, paths) for name in RECORDED_METHODS})
-    try:
+    recorders = [
+        (vars(each), name, _recorder(path, name, calls, paths))
+        for path, each in _modules_of(pl.LightningModule, module).items()
+        for name in RECORDED_METHODS
+    ]
+    with replaced_attributes(recorders):
         yield
-    finally:
-        for (_, each), own in zip(modules, before, strict=True):
-            restore_methods(each, own)
-
-
-def own_methods(module: nn.Module) -> dict[str, Any]:
-    """Return what `module` has on itself, not in its class, as ``log`` and ``print``."""
-    return {name: vars(module)[name] for name in RECORDED_METHODS if name in vars(module)}
-
-
-def restore_methods(module: nn.Module, own: Mapping[str, Any]) -> None:
-    """Give `module` the ``log`` and ``print`` of `own_methods` again."""
-    for name in RECORDED_METHODS:
-        vars(module).pop(name, None)
-    vars(module).update(own)
 
 
 def _recorder(
@@ -666,12 +652,7 @@ def cleared_before_backward(module: pl.LightningModule) -> frozenset[nn.Paramete
 
 
 def loss_with_gradients(
-    value: Tensor,
-    gradients: Gradients,
-    *,
-    factor: float | None,
-    device: torch.device,
-    graph: Tensor | None = None,
+    value: Tensor, gradients: Gradients, *, factor: float | None, device: torch.device
 ) -> Tensor:
     """Return a loss of this `value`, whose backward adds `gradients` to those of the parameters.
 
@@ -681,9 +662,8 @@ def loss_with_gradients(
         factor: multiplies them, beside the gradient of the loss (1 / accumulated batches, or a
             scaler's). None: they have their final scale, and replace what parameters have.
         device: of the loss.
-        graph: another loss whose graph backward goes on with, times `factor`.
     """
-    source = torch.zeros((), device=device, requires_grad=True) if graph is None else graph
+    source = torch.zeros((), device=device, requires_grad=True)
     loss: Tensor = _CarriedGradients.apply(  # type: ignore[no-untyped-call]
         source, value.detach(), factor, gradients
     )
@@ -691,13 +671,13 @@ def loss_with_gradients(
 
 
 class _CarriedGradients(torch.autograd.Function):
-    # The value of one tensor and the graph of another; see `loss_with_gradients`.
+    # A value with a graph of its own; see `loss_with_gradients`.
 
     @staticmethod
     def forward(
         ctx: Any, source: Tensor, value: Tensor, factor: float | None, gradients: Gradients
     ) -> Tensor:
-        ctx.shape, ctx.factor, ctx.gradients = source.shape, factor, gradients
+        ctx.factor, ctx.gradients = factor, gradients
         return value.clone()
 
     @staticmethod
@@ -711,4 +691,4 @@ class _CarriedGradients(torch.autograd.Function):
                 continue
             found.mul_(scaled.to(found.dtype))
             parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
-        return scaled.reshape(ctx.shape), None, None, None
+        return scaled, None, None, None

@@ -161,7 +161,7 @@ class StagePass:
         with self._order.microbatch(microbatch_index, stage_index):
             self._current, result = state, None
             try:
-                with _replaced(attributes):
+                with replaced_attributes(attributes):
                     result = self._whole(run())
                 if state.is_done:
                     raise CaptureError(
@@ -359,7 +359,7 @@ class StagePass:
         # Watch the calls of units that activation recomputation makes
         state.is_backward, self._current = True, state
         try:
-            with _replaced(self._units):
+            with replaced_attributes(self._units):
                 yield
         finally:
             self._current = None
@@ -543,8 +543,8 @@ class Received(torch.autograd.Function):
 
 
 @contextmanager
-def _replaced(attributes: Iterable[Attribute]) -> Iterator[None]:
-    # Set attributes of instances for the time of the context, and put back what was there
+def replaced_attributes(attributes: Iterable[Attribute]) -> Iterator[None]:
+    """Set attributes of instances for the time of the context, and put back what was there."""
     # In the reverse order at the end, so that a name that is set twice is put back.
     before: list[Attribute] = []
     try:

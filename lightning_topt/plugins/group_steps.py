@@ -51,13 +51,12 @@ from lightning_topt.plugins.stage_steps import (
     takes_index,
     uncounted,
 )
+from lightning_topt.techniques.ddp_wrapper import send_buffers
 from lightning_topt.techniques.tensor_parallel.random_states import (
     RandomStates,
     random_states,
     set_random_states,
 )
-
-_MESSAGE_BYTES = 250 << 20  # of a broadcast of buffers, as DDP's
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class GroupRunner(StepRunner):
         self, step: Step, inputs: Sequence[RankInput]
     ) -> tuple[StepRecord, RandomStates]:
         # Run the batches one after the other; return the record of the own one, and its end
-        self._send_buffers()
+        send_buffers(self._module.buffers())
         places = {id(each): place for place, each in enumerate(inputs)}
         ends, records, calls = list[RandomStates](), list[StepRecord](), list[LoggedCall]()
 
@@ -206,14 +205,6 @@ class GroupRunner(StepRunner):
         )
         return record, ends[self._place]
 
-    def _send_buffers(self) -> None:
-        # Give all ranks rank 0's buffers, as DDP does. A collective call.
-        if buffers := list(dict.fromkeys(self._module.buffers())):
-            world: Any = dist.group.WORLD
-            dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                world, buffers, _MESSAGE_BYTES, 0
-            )
-
     @override
     def block_backward_sync(
         self, of_ddp: AbstractContextManager[None]
@@ -231,7 +222,7 @@ class GroupRunner(StepRunner):
         """Unshard the parameters. A collective call."""
         if not self._evaluates:
             if self._steps is None:
-                self._send_buffers()
+                send_buffers(self._module.buffers())
             # Those that come in inference mode could not be trained afterwards.
             with torch.inference_mode(False), torch.no_grad():
                 self._evaluation.enter_context(self.engine.joined())

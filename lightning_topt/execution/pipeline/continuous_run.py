@@ -613,9 +613,7 @@ class SharedParameters:
     def send_gradients(self, minibatch: int) -> None:
         """Send this stage's part of an update's gradients to the stages that do it; keep none."""
         for first, parameters in sorted(self._followed.items()):
-            # Which gradients there are, (parameters,), and zeros in the place of the others.
-            there = torch.tensor([p.grad is not None for p in parameters])
-            self._links.send("shared flags", first, minibatch, [there])
+            # zeros in the place of those that are missing
             parts = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters]
             self._links.send(
                 "shared gradients",
@@ -631,20 +629,17 @@ class SharedParameters:
         """Begin to receive the part of the stage `other`, if that is not done yet."""
         if other in self._lent and (minibatch, other) not in self._begun_gradients:
             self._begun_gradients.add((minibatch, other))
-            parameters = self._lent[other]
-            there = LeafSpec((len(parameters),), (1,), torch.bool, requires_grad=False)
-            self._links.begin("shared flags", other, minibatch, [there])
-            self._links.begin("shared gradients", other, minibatch, [*map(_spec, parameters)])
+            specs = [*map(_spec, self._lent[other])]
+            self._links.begin("shared gradients", other, minibatch, specs)
 
     @torch.no_grad()
     def add_gradients(self, minibatch: int) -> None:
         """Add the others' parts to the gradients here."""
         for other, parameters in sorted(self._lent.items()):
             self._begun_gradients.remove((minibatch, other))
-            (there,) = self._links.receive("shared flags", other, minibatch)
             parts = self._links.receive("shared gradients", other, minibatch)
-            for parameter, part, is_there in zip(parameters, parts, there.numpy(), strict=True):
-                if is_there:
+            for parameter, part in zip(parameters, parts, strict=True):
+                if parameter.requires_grad:
                     parameter.grad = (
                         part if parameter.grad is None else _dense(parameter.grad).add_(part)
                     )

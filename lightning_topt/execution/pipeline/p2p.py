@@ -45,17 +45,10 @@ from lightning_topt.execution.pipeline.stage_layout import Crossings, Pair, Pipe
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 
 LinkChannel = Literal[
-    "activations",
-    "gradients",
-    "values",
-    "heads",
-    "payloads",
-    "shared weights",
-    "shared gradients",
-    "shared flags",
+    "activations", "gradients", "values", "heads", "payloads", "shared weights", "shared gradients"
 ]
 # Channels in memory of the host, and their tags: not on the link.
-ON_HOST: Mapping[LinkChannel, int] = {"heads": 1, "payloads": 2, "shared flags": 3}
+ON_HOST: Mapping[LinkChannel, int] = {"heads": 1, "payloads": 2}
 UNKNOWN = -1.0  # power of a norm that nobody asked for; NaN is that of gradients which are NaN
 ROOM = 4096  # bytes of a payload's head, and of its elements, with every minibatch
 

@@ -518,14 +518,10 @@ class GradientExchange:
     def start(self) -> None:
         """Begin. A collective call of the group, as all methods are."""
         gradients = self._gradients()
-        # The mean: divide first, dtype by dtype.
-        if self._parts > 1:
-            by_kind: dict[torch.dtype, list[Tensor]] = {}
-            for gradient in gradients:
-                values = gradient._values() if gradient.is_sparse else gradient
-                by_kind.setdefault(gradient.dtype, []).append(values)
-            for alike in by_kind.values():
-                torch._foreach_mul_(alike, 1 / self._parts)
+        # The mean: divide first.
+        if self._parts > 1 and gradients:
+            values = [each._values() if each.is_sparse else each for each in gradients]
+            torch._foreach_mul_(values, 1 / self._parts)
         # Large gradients are reduced in place, small ones in one tensor of each dtype.
         small: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:

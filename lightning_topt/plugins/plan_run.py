@@ -352,17 +352,7 @@ class ShardedAverages(pl.Callback):
     def on_train_epoch_start(self, *_: Any) -> None:
         self._engine.reshard()
 
-    @override
-    def on_validation_epoch_start(self, *_: Any) -> None:
-        self._engine.reshard()
-
-    @override
-    def on_validation_epoch_end(self, *_: Any) -> None:
-        self._engine.reshard()
-
-    @override
-    def on_train_end(self, *_: Any) -> None:
-        self._engine.reshard()
+    on_validation_epoch_start = on_validation_epoch_end = on_train_end = on_train_epoch_start
 
 
 @torch.no_grad()

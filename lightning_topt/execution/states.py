@@ -221,11 +221,7 @@ class StoredModule(Mapping[str, Any]):
 
     def __init__(self, folder: ShardFolder, others: Mapping[str, object]) -> None:
         self._folder, self._others = folder, others
-        self._known = {
-            key.removeprefix("module."): metadata
-            for key, metadata in stored_tensors(folder).items()
-            if key.startswith("module.")
-        }
+        self._known = stored_tensors(folder, "module.")
 
     @property
     def tensors(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -348,11 +344,6 @@ class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
 
     def __init__(self, folder: ShardFolder, ranks: int) -> None:
         self._folder, self._ranks = folder, ranks
-        self._known = {
-            key: metadata
-            for key, metadata in stored_tensors(folder).items()
-            if key.startswith("exchange.")
-        }
 
     def __len__(self) -> int:
         return self._ranks
@@ -361,25 +352,22 @@ class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
         if not 0 <= position < self._ranks:
             raise IndexError(position)
         prefix = f"exchange.{position}."
-        targets = {
-            key: _target(metadata, None)
-            for key, metadata in self._known.items()
-            if key.startswith(prefix)
-        }
-        _read(self._folder, targets)
+        known = stored_tensors(self._folder, prefix)
+        targets = {key: _target(metadata, None) for key, metadata in known.items()}
+        _read(self._folder, {f"{prefix}{key}": target for key, target in targets.items()})
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in targets.items():
-            kind, name = key.removeprefix(prefix).split(".", 1)
+            kind, name = key.split(".", 1)
             state.setdefault(kind, {})[name] = value
         return state
 
 
-def stored_tensors(folder: ShardFolder) -> dict[str, TensorStorageMetadata]:
-    """Return what the folder says of its tensors, by key."""
+def stored_tensors(folder: ShardFolder, prefix: str = "") -> dict[str, TensorStorageMetadata]:
+    """Return what the folder says of tensors whose keys have this prefix, by the rest of these."""
     return {
-        key: metadata
+        key.removeprefix(prefix): metadata
         for key, metadata in folder.metadata.state_dict_metadata.items()
-        if isinstance(metadata, TensorStorageMetadata)
+        if isinstance(metadata, TensorStorageMetadata) and key.startswith(prefix)
     }
 
 

@@ -58,10 +58,8 @@ def _affine(
     # column, row and tokens, with every number of parts
     for parts in call.parts:
         if divides(weight.shape[outputs_dim], ranks, parts):
-            placed: dict[Operand, Placement] = {weight: Shard(outputs_dim, parts)}
-            yield call.row(
-                placed if bias is None else {**placed, bias: Shard(0, parts)}, Shard(last, parts)
-            )
+            placed = {weight: Shard(outputs_dim, parts), bias: Shard(0, parts)}
+            yield call.row(placed, Shard(last, parts))
         if divides(weight.shape[inputs_dim], ranks, parts):
             yield call.row(
                 {x: Shard(last, parts), weight: Shard(inputs_dim, parts)}, PARTIAL, added=bias
@@ -221,20 +219,15 @@ def _convolution_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     channels, groups = len(x.shape) - space - 1, call.get(6, "groups", 1)
     # groups: each has its own channels
     if groups > 1:
-        placed: dict[Operand, Placement] = (
-            {weight: Shard(0)} if bias is None else {weight: Shard(0), bias: Shard(0)}
-        )
         if divides(groups, ranks):
-            yield call.row({x: Shard(channels), **placed}, Shard(channels))
+            placed = {x: Shard(channels), weight: Shard(0), bias: Shard(0)}
+            yield call.row(placed, Shard(channels))
     else:
         outputs, inputs = (1, 0) if "transpose" in call.func.__name__ else (0, 1)
         for parts in call.parts:
             if divides(weight.shape[outputs], ranks, parts):
-                placed = {weight: Shard(outputs, parts)}
-                yield call.row(
-                    placed if bias is None else {**placed, bias: Shard(0, parts)},
-                    Shard(channels, parts),
-                )
+                placed = {weight: Shard(outputs, parts), bias: Shard(0, parts)}
+                yield call.row(placed, Shard(channels, parts))
             if divides(weight.shape[inputs], ranks, parts):
                 placed = {x: Shard(channels, parts), weight: Shard(inputs, parts)}
                 yield call.row(placed, PARTIAL, added=bias, along=-space - 1)
@@ -278,10 +271,7 @@ def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     counts = call.get(5, "training", False)
     # by channels; elsewhere only without statistics over the batch
     if divides(x.shape[1], ranks):
-        placed: dict[Operand, Placement] = {
-            each: Shard(0) for each in (weight, bias) if each is not None
-        }
-        yield call.row({x: Shard(1), **placed}, Shard(1))
+        yield call.row({x: Shard(1), weight: Shard(0), bias: Shard(0)}, Shard(1))
     for dim, size in enumerate(x.shape):
         if dim != 1 and not counts and divides(size, ranks):
             yield call.row({x: Shard(dim)}, Shard(dim))

@@ -96,15 +96,19 @@ class OpCall(Arguments):
 
     def row(
         self,
-        placed: Mapping[Operand, Placement],
+        placed: Mapping[Any, Placement],
         *outputs: Placement,
         added: Operand | None = None,
         along: int = -1,
     ) -> Row:
-        """Return a row with the named operands placed, and all others replicated."""
+        """Return a row with the named operands placed, and all others replicated.
+
+        None is an argument that the call does not have.
+        """
         inputs: list[Placement] = [REPLICATE] * len(self.operands)
         for operand, placement in placed.items():
-            inputs[operand.place] = placement
+            if operand is not None:
+                inputs[operand.place] = placement
         return Row(tuple(inputs), outputs, None if added is None else added.place, along)
 
 

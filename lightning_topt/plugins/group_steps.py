@@ -15,7 +15,7 @@ rank by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,7 @@ from lightning_topt.plugins.plan_run import Step, StepRunner
 from lightning_topt.plugins.stage_steps import (
     LoggedCall,
     StageSteps,
+    StepPasses,
     StepRecord,
     as_nonzero_rank,
     cleared_before_backward,
@@ -50,6 +51,7 @@ from lightning_topt.plugins.stage_steps import (
     stashed_gradients,
     takes_index,
     uncounted,
+    with_loss,
 )
 from lightning_topt.techniques.ddp_wrapper import send_buffers
 from lightning_topt.techniques.tensor_parallel.random_states import (
@@ -99,7 +101,7 @@ class GroupRunner(StepRunner):
             return None
         everyone: Any = dist.group.WORLD
         batch = value_of_rank(batch, everyone, place=0, device=self._device)
-        passes = _StagePasses(self._steps, [], batch_idx=0 if takes_index(self._module) else None)
+        passes = StepPasses(self._steps, batch_idx=0 if takes_index(self._module) else None)
         return Example(passes.loss, (batch,))
 
     @override
@@ -145,7 +147,7 @@ class GroupRunner(StepRunner):
         loss = loss_with_gradients(
             loss_in(record.output), gradients, factor=1 / scale, device=self._device
         )
-        return {**record.output, "loss": loss} if isinstance(record.output, Mapping) else loss
+        return with_loss(record.output, loss)
 
     def _one_by_one(
         self, step: Step, inputs: Sequence[RankInput]
@@ -190,16 +192,18 @@ class GroupRunner(StepRunner):
         self, steps: StageSteps, inputs: Sequence[RankInput], scale: float
     ) -> tuple[StepRecord, RandomStates]:
         # Run the batches in stages; return the record of the own one, and its end
-        is_last = self._place == steps.last_place
-        passes = _StagePasses(steps, inputs, scale=scale, batch_idx=index_in(inputs[0].args))
+        is_last, weights = self._place == steps.last_place, [scale / len(inputs)] * len(inputs)
+        batches = [each.batch for each in inputs]
+        passes = StepPasses(steps, batches, weights, batch_idx=index_in(inputs[0].args))
         # Each pass draws as its rank would.
         with (
             self.engine.stages.flows.order.starting_from([each.states for each in inputs]) as ends,
             as_nonzero_rank(),
         ):
-            self.engine.run_step(passes.microbatches, passes.loss)
+            self.engine.run_step(batches, passes.loss, weights=weights)
         # Each rank gets the record of its own batch.
-        records = [passes.finished[place] for place in range(len(inputs))] if is_last else None
+        found = [passes.finished[place] for place in range(len(inputs))] if is_last else []
+        records = [StepRecord(*each) for each in found] or None
         record: StepRecord = value_for_rank(
             records, self._group, source=steps.last_place, device=self._device
         )
@@ -234,39 +238,6 @@ class GroupRunner(StepRunner):
         with torch.inference_mode(False):
             self._evaluation.close()
         self._evaluates = False
-
-
-class _StagePasses:
-    """The passes of one training step on the batches of all ranks of a pipeline.
-
-    `finished` has the records of those that reached the end here, by rank.
-    """
-
-    def __init__(
-        self,
-        steps: StageSteps,
-        inputs: Sequence[RankInput],
-        *,
-        scale: float = 1.0,
-        batch_idx: int | None,
-    ) -> None:
-        self._steps, self._scale, self._batch_idx = steps, scale, batch_idx
-        self.microbatches = [each.batch for each in inputs]
-        self._places = {id(batch): index for index, batch in enumerate(self.microbatches)}
-        self.finished: dict[int, StepRecord] = {}
-
-    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of a rank's batch, scaled.
-
-        The engine also calls it with copies of the module and of a batch, to trace them.
-        """
-        index = self._places.get(id(microbatch))
-        if index is None:
-            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
-        output, calls = self._steps.recorded_step("training_step", microbatch, self._batch_idx)
-        loss = loss_in(output)
-        self.finished[index] = StepRecord(map_tensors(output, Tensor.detach), calls)
-        return loss if self._scale == 1 else loss * self._scale
 
 
 # ---- steps that change buffers -------------------------------------------------------------------

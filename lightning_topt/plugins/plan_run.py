@@ -482,8 +482,10 @@ class StepRunner(ABC):
         assert self.engine is not None
         return self.engine.clip_norm(parameters, max_norm)
 
-    def drain(self) -> None:  # noqa: B027
+    def drain(self) -> None:
         """Wait for all that is in flight, before anybody looks at parameters."""
+        if self.engine is not None:
+            self.engine.synchronize()
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -496,8 +498,9 @@ class StepRunner(ABC):
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of an evaluation step: ``step(*args, **kwargs)``, named `name`."""
 
-    def begin_evaluation(self) -> None:  # noqa: B027
+    def begin_evaluation(self) -> None:
         """Get ready for validation within a fit."""
+        self.drain()
 
     def end_evaluation(self) -> None:  # noqa: B027
         """Go back to training."""
@@ -539,15 +542,6 @@ class PlainRunner(StepRunner):
         self, of_ddp: AbstractContextManager[None]
     ) -> AbstractContextManager[None]:
         return of_ddp if self.engine is None else self.engine.no_sync()
-
-    @override
-    def drain(self) -> None:
-        if self.engine is not None:
-            self.engine.synchronize()
-
-    @override
-    def begin_evaluation(self) -> None:
-        self.drain()
 
     @override
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

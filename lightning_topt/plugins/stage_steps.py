@@ -5,6 +5,7 @@ and counted there is a `StepRecord`: it is sent to the other ranks, which log an
 that callbacks find it everywhere. Ranks of a group that bring a batch each exchange records, too.
 
     StageSteps         runs a step of the module in stages, and shares its record
+    StageRunner        what runners of stages have in common, with `StepPasses`
     AgreedBatches      batches that should be equal on all ranks of a pipeline
     recorded_calls     self.log and self.print are recorded, not run; `replay`
     MetricChanges      what metrics have counted; `uncounted`, `apply_metric_changes`
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -39,6 +40,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.value_exchange import value_of_rank
@@ -46,7 +48,7 @@ from lightning_topt.execution.pipeline.stage_pass import replaced_attributes
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.equal_batches import lent
-from lightning_topt.plugins.plan_run import evaluating
+from lightning_topt.plugins.plan_run import Step, StepRunner, evaluating
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 if TYPE_CHECKING:
@@ -183,11 +185,6 @@ class StageSteps:
         replay(self.module, record.calls)
         return record
 
-    def with_gradients(self, output: Any, gradients: Gradients, *, scale: float) -> Any:
-        """Return `output` with a loss that brings `gradients`, those of the loss times `scale`."""
-        loss = loss_with_gradients(loss_in(output), gradients, factor=1 / scale, device=self.device)
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
-
     def loss_scale(self) -> float:
         """Return by what a scaler will multiply the loss.
 
@@ -201,6 +198,65 @@ class StageSteps:
         if self.engine.exchange is not None:
             self.engine.exchange.loss_scale = scale
         return scale
+
+
+class StageRunner(StepRunner):
+    """Runs one batch on the ranks of a pipeline, by `steps`."""
+
+    engine: Engine
+
+    def __init__(self, steps: StageSteps) -> None:
+        self.engine, self._steps, self._module = steps.engine, steps, steps.module
+        self._undo = ExitStack()
+
+    @override
+    def begin(self, trainer: pl.Trainer) -> None:
+        check_microbatches(self.engine)
+        self._undo.enter_context(self._steps.watch_transfers(trainer))
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        self._undo.close()
+        if failed:
+            self.engine.abort()
+
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._steps.evaluate(name, (*args, *kwargs.values()))
+
+
+class StepPasses:
+    """The passes of one training step on this rank.
+
+    `finished` has what those that reached the end returned and called, by place in `microbatches`.
+    """
+
+    def __init__(
+        self,
+        steps: StageSteps,
+        microbatches: Sequence[tuple[Any, ...]] = (),
+        weights: Sequence[float] = (),
+        *,
+        batch_idx: int | None,
+    ) -> None:
+        self._steps, self._weights, self._batch_idx = steps, weights, batch_idx
+        self.microbatches = microbatches
+        self._places = {id(microbatch): index for index, microbatch in enumerate(microbatches)}
+        self.finished: dict[int, Found] = {}
+
+    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
+        """Return the loss of a microbatch.
+
+        The engine also calls it with copies of the module and of a microbatch, to trace them.
+        """
+        index = self._places.get(id(microbatch))
+        if index is None:
+            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
+        output, calls = self._steps.recorded_step("training_step", microbatch, self._batch_idx)
+        loss = loss_in(output)
+        self.finished[index] = map_tensors(output, Tensor.detach), calls
+        # of padding alone: NaN
+        return torch.zeros_like(loss) if self._weights[index] == 0 else loss
 
 
 def check_microbatches(engine: Engine) -> None:
@@ -368,6 +424,11 @@ def loss_in(output: Any) -> Tensor:
             "ranks that run steps together cannot leave out; return a loss, or use another strategy"
         )
     return loss
+
+
+def with_loss(output: Any, loss: Tensor) -> Any:
+    """Return what `training_step` returned with another loss."""
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
 @contextmanager

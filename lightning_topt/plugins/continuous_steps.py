@@ -43,11 +43,10 @@ from lightning_topt.plugins.stage_steps import (
     StepRecord,
     apply_metric_changes,
     loss_in,
-    loss_with_gradients,
     recorded_calls,
     replay,
     takes_index,
-    with_loss,
+    with_gradients,
 )
 from lightning_topt.weight_prediction import TwoVersions
 
@@ -159,12 +158,9 @@ class ContinuousRunner(StageRunner):
             self._log_nothing_yet()
         nothing = torch.full((), torch.nan, device=self._steps.device)
         output = nothing if record is None else record.output
-        value = loss_in(output)
         # They have the scale of the update: `weight` above.
-        joint = loss_with_gradients(
-            value, self._collected_gradients(), factor=None, device=value.device
-        )
-        return with_loss(output, joint)
+        gradients = self._collected_gradients()
+        return with_gradients(output, gradients, factor=None, device=nothing.device)
 
     @contextmanager
     @override

@@ -45,13 +45,12 @@ from lightning_topt.plugins.stage_steps import (
     cleared_before_backward,
     index_in,
     loss_in,
-    loss_with_gradients,
     recorded_calls,
     replay,
     stashed_gradients,
     takes_index,
     uncounted,
-    with_loss,
+    with_gradients,
 )
 from lightning_topt.techniques.ddp_wrapper import send_buffers
 from lightning_topt.techniques.tensor_parallel.random_states import (
@@ -144,10 +143,7 @@ class GroupRunner(StepRunner):
         # This rank goes on with its own random numbers, and logs what it would have.
         set_random_states(end)
         replay(self._module, record.calls)
-        loss = loss_with_gradients(
-            loss_in(record.output), gradients, factor=1 / scale, device=self._device
-        )
-        return with_loss(record.output, loss)
+        return with_gradients(record.output, gradients, factor=1 / scale, device=self._device)
 
     def _one_by_one(
         self, step: Step, inputs: Sequence[RankInput]

@@ -40,9 +40,9 @@ from lightning_topt.plugins.stage_steps import (
     cleared_before_backward,
     index_in,
     loss_in,
-    loss_with_gradients,
     stashed_gradients,
     takes_index,
+    with_gradients,
     with_loss,
 )
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
@@ -91,10 +91,8 @@ class PipelineRunner(StageRunner):
             )
         found = _combined(passes, parts, weights) if passes.finished else None
         record = self._steps.shared(found, counting)
-        loss = loss_with_gradients(
-            loss_in(record.output), gradients, factor=1 / scale, device=self._steps.device
-        )
-        return with_loss(record.output, loss)
+        device = self._steps.device
+        return with_gradients(record.output, gradients, factor=1 / scale, device=device)
 
     def _test_loss(self, batch: Any, parts: Parts, rest: Sequence[Any]) -> bool:
         # Test whether two microbatches add up as `microbatch_loss` says, by three steps forward.

@@ -18,7 +18,7 @@ gradients are stashed, and come back with the backward pass of the loss that the
 
     with stashed_gradients(module) as gradients:  # {parameter: gradient}
         ...  # forward and backward, in any number of passes
-    return loss_with_gradients(loss, gradients, factor=1.0, device=device)
+    return with_gradients(output, gradients, factor=1.0, device=device)
 """
 
 from __future__ import annotations
@@ -712,13 +712,13 @@ def cleared_before_backward(module: pl.LightningModule) -> frozenset[nn.Paramete
     )
 
 
-def loss_with_gradients(
-    value: Tensor, gradients: Gradients, *, factor: float | None, device: torch.device
-) -> Tensor:
-    """Return a loss of this `value`, whose backward adds `gradients` to those of the parameters.
+def with_gradients(
+    output: Any, gradients: Gradients, *, factor: float | None, device: torch.device
+) -> Any:
+    """Return `output` with a loss whose backward adds `gradients` to those of the parameters.
 
     Args:
-        value: of the loss; its graph is not used.
+        output: of a step; the graph of its loss is not used.
         gradients: emptied by backward, so that each is freed as soon as it is added.
         factor: multiplies them, beside the gradient of the loss (1 / accumulated batches, or a
             scaler's). None: they have their final scale, and replace what parameters have.
@@ -726,13 +726,13 @@ def loss_with_gradients(
     """
     source = torch.zeros((), device=device, requires_grad=True)
     loss: Tensor = _CarriedGradients.apply(  # type: ignore[no-untyped-call]
-        source, value.detach(), factor, gradients
+        source, loss_in(output).detach(), factor, gradients
     )
-    return loss
+    return with_loss(output, loss)
 
 
 class _CarriedGradients(torch.autograd.Function):
-    # A value with a graph of its own; see `loss_with_gradients`.
+    # A value with a graph of its own; see `with_gradients`.
 
     @staticmethod
     def forward(

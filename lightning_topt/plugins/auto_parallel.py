@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt import plugins
-from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.costs.accuracy import LEVEL
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.memory import MemoryMeter
@@ -276,10 +276,6 @@ class AutoParallelStrategy(DataParallelHooks):
     def exchange(self) -> CompressedExchange | OuterSteps | None:
         """The exchange of the plan's gradients or replicas, None where that has none."""
         return self._guard.exchange
-
-    def exchange_statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the last call; None without an exchange."""
-        return self._guard.statistics()
 
     # ---- life cycle ------------------------------------------------------------------------------
 

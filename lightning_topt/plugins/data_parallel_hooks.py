@@ -76,6 +76,13 @@ class DataParallelHooks(DDPStrategy):
         self._training_data = TrainingData(self)
         self._batches = EqualBatches(uneven, gathers=gathers)
 
+    def exchange_statistics(self) -> ExchangeStatistics | None:
+        """Return what was exchanged since the last call; None without an exchange.
+
+        Of local steps since the fit began: outer steps are too rare for shorter periods.
+        """
+        return self._guard.statistics()
+
     # ---- life cycle ------------------------------------------------------------------------------
 
     @property

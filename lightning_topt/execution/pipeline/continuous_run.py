@@ -140,7 +140,7 @@ class ContinuousRun:
         self._latest: BackwardResult | None = None
         # Norms of the stages' gradients to their power, as far as this stage knows them.
         self._powers = torch.zeros(self.num_stages, dtype=torch.float64, device=staged.device)
-        self._failed, self.is_drained = False, True
+        self.is_drained = True
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers: predict their weights by the plan's rule.
@@ -393,15 +393,10 @@ class ContinuousRun:
     @contextmanager
     def _fails_for_good(self) -> Generator[None]:
         # Drop all that is under way after an error, and refuse to go on
-        if self._failed:
-            raise RuntimeError(
-                "a step of this pipeline has failed, and its ranks are out of step: start the run "
-                "again"
-            )
+        self._staged.check_runs()
         try:
             yield
         except BaseException:
-            self._failed = True
             self._staged.abort()
             self._links.forget()
             self._passes.forget()

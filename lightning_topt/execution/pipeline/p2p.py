@@ -93,7 +93,7 @@ class RankLinks:
         self.sends_wait = backend_of(device, groups.pipeline_group) != "gloo"  # in line
         # For what has no link; on gloo, which sends nothing but memory of the host.
         pipelines = groups.mesh.groups_along(groups.mesh.pipeline_axes)
-        self._rest, self._rest_device = groups.host_group, torch.device("cpu")
+        self._rest = groups.host_group
         # By pair: the group, and the other's rank in it. In an order that is the same on all ranks.
         self._ends: dict[Pair, tuple[dist.ProcessGroup, int]] = {}
         for pair in sorted(self.pairs):
@@ -116,14 +116,14 @@ class RankLinks:
     ) -> PendingTransfer:
         """Begin to receive a tensor like `spec`; with a `tag` into memory of the host."""
         # With the strides that the sender's tensor has: no copy on this side.
-        device = self._device_of((source, self.place), tag)
+        *_, device = self._end((source, self.place), source, tag)
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
         return self._receive_into(buffer, source, what, tag=tag)
 
     def _receive_into(
         self, buffer: Tensor, source: int, what: object, *, tag: int = 0
     ) -> PendingTransfer:
-        group, other = self._end((source, self.place), source, tag)
+        group, other, _ = self._end((source, self.place), source, tag)
         try:
             work = group.recv([_memory(buffer)], other, tag)
         except RuntimeError as error:
@@ -132,23 +132,21 @@ class RankLinks:
 
     def send(self, target: int, tensor: Tensor, what: object, *, tag: int = 0) -> PendingTransfer:
         """Begin to send a dense tensor; with a `tag` through memory of the host."""
-        group, other = self._end((self.place, target), target, tag)
+        group, other, device = self._end((self.place, target), target, tag)
         # as memory says: a conjugate may be a mark on the tensor alone
-        sent = _memory(tensor.resolve_conj().resolve_neg())
-        sent = sent.to(self._device_of((self.place, target), tag))
+        sent = _memory(tensor.resolve_conj().resolve_neg()).to(device)
         try:
             work = group.send([sent], other, tag)
         except RuntimeError as error:
             self._fail(target, what, error, is_receive=False)
         return PendingTransfer(work, sent, target, False, what)
 
-    def _end(self, pair: Pair, other: int, tag: int) -> tuple[dist.ProcessGroup, int]:
-        # A group with the `other` place of the pipeline, and its rank in the group
-        return (self._rest, other) if tag or pair not in self._ends else self._ends[pair]
-
-    def _device_of(self, pair: Pair, tag: int) -> torch.device:
-        # Where the tensors are that travel between the two
-        return self._rest_device if tag or pair not in self._ends else self._device
+    def _end(self, pair: Pair, other: int, tag: int) -> tuple[dist.ProcessGroup, int, torch.device]:
+        # A group with the `other` place of the pipeline, its rank in the group, and where the
+        # tensors are that travel between the two
+        if tag or pair not in self._ends:
+            return self._rest, other, torch.device("cpu")
+        return *self._ends[pair], self._device
 
     def wait(self, transfer: PendingTransfer, *, on_host: bool = False) -> Tensor:
         """Return the tensor once the transfer is over, on the device or where it came."""

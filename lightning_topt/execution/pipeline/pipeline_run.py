@@ -2,7 +2,7 @@
 
     run = PipelineRun(plan, module, groups=groups, device=device, example=Example(step, batch))
     run.follow(applied)                           # techniques, on the parameters that are kept
-    losses = run.run_step(microbatches, step)     # (n,), on every rank
+    losses = run.run_step(microbatches, step, weights=weights)     # (n,), on every rank
     run.clip_norm(parameters, 1.0)
     outputs = run.evaluate(batch, step)           # on all ranks of the pipeline
     run.release()                                 # every rank has all parameters again
@@ -191,14 +191,14 @@ class PipelineRun:
     # ---- steps -----------------------------------------------------------------------------------
 
     def run_step(
-        self, microbatches: Sequence[object], step: Step, *, weights: Sequence[float] | None = None
+        self, microbatches: Sequence[object], step: Step, *, weights: Sequence[float]
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the losses (n,), on every rank.
 
         Args:
             microbatches: n of them.
             step: returns the loss of a microbatch.
-            weights: of the losses in the sum that gradients are of; None: the mean.
+            weights: of the losses in the sum that gradients are of.
         """
         if self.lag_per_hop is not None:
             raise ValueError(
@@ -206,15 +206,14 @@ class PipelineRun:
                 "`engine.continuous.advance`"
             )
         count = len(microbatches)
-        factors = [1 / count] * count if weights is None else list(weights)
-        if len(factors) != count:
+        if len(weights) != count:
             raise ValueError(
-                f"weights are one for each of the {count} microbatches, got {len(factors)}"
+                f"weights are one for each of the {count} microbatches, got {len(weights)}"
             )
         flows = self.flows.of(step, microbatches)
         # The step of this rank: buffers as on the first data rank, actions, losses to all ranks.
         self.buffers.begin_step(flows)
-        results = self._run(microbatches, step, flows, factors=factors)
+        results = self._run(microbatches, step, flows, factors=weights)
         losses = torch.ones(count, device=self.device)  # (n,)
         for index, loss in results.items():
             losses[index] = loss.detach()
@@ -245,6 +244,14 @@ class PipelineRun:
         """
         assert self.is_drained(), "minibatches are in flight: drain the run first"
 
+    def check_runs(self) -> None:
+        """Raise RuntimeError after a step that has failed: no further one can be run."""
+        if self._failed:
+            raise RuntimeError(
+                "a step of this pipeline has failed, and its ranks are out of step: start the run "
+                "again"
+            )
+
     def _run(
         self,
         microbatches: Sequence[object],
@@ -255,11 +262,7 @@ class PipelineRun:
     ) -> dict[int, Any]:
         # Run this rank's actions; return the last stage's results by microbatch, elsewhere none.
         # Without `factors` of the losses there is no backward pass.
-        if self._failed:
-            raise RuntimeError(
-                "a step of this pipeline has failed, and its ranks are out of step: start the run "
-                "again"
-            )
+        self.check_runs()
         # the same on all ranks, so that each message that one sends another one awaits
         schedule = self._programs.schedule(len(microbatches), backward=factors is not None)
         program = self._programs.program(

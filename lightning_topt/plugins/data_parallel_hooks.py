@@ -81,7 +81,8 @@ class DataParallelHooks(DDPStrategy):
 
         Of local steps since the fit began: outer steps are too rare for shorter periods.
         """
-        return self._guard.statistics()
+        exchange = self._guard.exchange
+        return None if exchange is None else exchange.statistics(reset=True)
 
     # ---- life cycle ------------------------------------------------------------------------------
 
@@ -227,10 +228,6 @@ class ExchangeGuard:
             else:
                 self.exchange.close()
             self.exchange = None
-
-    def statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the last call; None without an exchange."""
-        return None if self.exchange is None else self.exchange.statistics(reset=True)
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -34,7 +34,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_topt.communication.collectives import synchronize
@@ -46,6 +45,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.graph.recording import list_modules
 from lightning_topt.graph.structures import map_tensors, tensors_in
+from lightning_topt.optim.update_rule import NoCollectives
 from lightning_topt.techniques.recomputation import RecomputedForward
 from lightning_topt.techniques.technique import (
     Applied,
@@ -519,7 +519,7 @@ def compare(
 def _compare(blocks: Sequence[nn.Module], call: BlockCall) -> Trial:
     # Time a block of equal `blocks`, and run the others, which must not compile anew
     eager = _Runner(blocks[0], call)
-    with _Alone():  # type: ignore[no-untyped-call]
+    with NoCollectives():  # type: ignore[no-untyped-call]
         expected = eager.results()
     start = perf_counter()
     compiled = _Runner(blocks[0], call, compiled=True)
@@ -549,20 +549,6 @@ def _compare(blocks: Sequence[nn.Module], call: BlockCall) -> Trial:
         if again.failure:
             return Trial(f"equal blocks do not share compiled code ({again.failure})")
     return trial
-
-
-class _Alone(TorchDispatchMode):
-    # Refuses collectives: other ranks take no part in a trial, which would wait for them
-
-    supports_higher_order_operators = True
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-            raise RuntimeError("it exchanges something with other ranks")
-        return func(*args, **(kwargs or {}))
 
 
 class _Runner:

@@ -8,7 +8,7 @@ another beside the backward of earlier segments.
 
     step   sum of c + f_0 + what the plan adds,                 `PlanCosts.seconds`
            f_k = max(f_(k+1) - b_k, 0) + u_k
-    peak   max over phases of the sum of lifetimes              `PlanCosts.memory`
+    peak   max over phases of the sum of lifetimes              `explain`
 """
 
 from __future__ import annotations
@@ -248,14 +248,6 @@ class PlanCosts:
             self._known.updates[key] = *sizes, sent
         return self._known.updates[key]
 
-    def memory(self, configs: Configs) -> Array:
-        """Return the bytes of a plan in each phase (phase,)."""
-        total = self.step.phases.add_up(self.plan_lifetimes(configs))
-        beside = self.neighbours(configs)
-        for name, config in configs.items():
-            total += self.block_memory(name, config, beside[name])
-        return total
-
     # ---- seconds ---------------------------------------------------------------------------------
 
     def block_seconds(self, block: str, config: OpConfig) -> BlockSeconds:
@@ -459,7 +451,7 @@ class PlanBatch:
 
     @cached_property
     def peak_bytes(self) -> Array:
-        """Bytes at the peak (n,); see `PlanCosts.memory`."""
+        """Bytes at the peak (n,)."""
         # what blocks share: total (n, phase)
         phases, costs = self.costs.step.phases, self.costs
         total = np.tile(phases.add_up(costs.shared_lifetimes()), (len(self.plans), 1))

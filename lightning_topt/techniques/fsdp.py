@@ -340,7 +340,7 @@ class _Sharding:
             name for name, config in model.configs.items() if not has_unsharded_gradients(config)
         ]
         if ("" if "" in sharded else sharded[0]) in blocks:
-            self._shard_root(model, mesh, in_shards="" in blocks)
+            self._shard_root(model, mesh, filter(None, sharded), in_shards="" in blocks)
             self._hooks += _under_autocast(model, model.module)
         self.root = model.root
         self._rules = DTensorRules()
@@ -367,18 +367,16 @@ class _Sharding:
             hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._hooks.append(hook)
 
-    def _shard_root(self, model: ParallelModel, mesh: DeviceMesh, *, in_shards: bool) -> None:
-        # Put FSDP2 around the root; it shards the loose parameters if they are `in_shards`
+    def _shard_root(
+        self, model: ParallelModel, mesh: DeviceMesh, others: Iterable[str], *, in_shards: bool
+    ) -> None:
+        # Put FSDP2 around the root; it shards the loose parameters if they are `in_shards`. All
+        # `others` are sharded blocks
         if not isinstance(model.root, DistributedDataParallel):
             whole = model.parameters_where(has_unsharded_gradients).values()
             model.broadcast([*whole, *model.module.buffers()])
             model.root = ShardedModule(model.module)
         # FSDP2 changes the root and all modules outside of sharded blocks
-        others = [
-            name
-            for name, config in model.configs.items()
-            if name and not has_unsharded_gradients(config)
-        ]
         elsewhere = {
             submodule for name in others for submodule in model.module.get_submodule(name).modules()
         }

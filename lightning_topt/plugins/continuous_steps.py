@@ -320,9 +320,7 @@ class _DrainFirst(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._runner.bring_back()
 
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._runner.bring_back()
+    on_train_epoch_end = on_validation_start
 
 
 @dataclass

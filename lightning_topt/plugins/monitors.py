@@ -339,16 +339,11 @@ class StallMonitor(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_clock()
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_clock()
-
-    def _stop_clock(self) -> None:
-        # Until the next fetch
+        # The clock stands until the next fetch.
         self._add()
         self._resumed = None
+
+    on_train_epoch_end = on_validation_start
 
     @override
     def on_train_batch_end(

@@ -7,7 +7,6 @@ indices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -267,8 +266,3 @@ def joined(slices: Sequence[Tensor], shard: Shard) -> Tensor:
 def _in_parts(tensor: Tensor, shard: Shard) -> Tensor:
     parts: Tensor = tensor.unflatten(shard.dim, (shard.parts, -1))
     return parts
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Return the number of elements."""
-    return math.prod(shape)

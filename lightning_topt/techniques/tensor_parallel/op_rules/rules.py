@@ -33,7 +33,6 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     TensorAxes,
     divides_along,
     layout_of,
-    numel,
     own_slice,
     pieces,
 )
@@ -445,7 +444,7 @@ def _cost(
     parameters = total = 0.0
     for before, after, operand in zip(now, row.inputs, known, strict=True):
         # elements that a gather brings to one rank
-        moved = numel(operand.layout.shape) * (ranks - 1) / ranks
+        moved = math.prod(operand.layout.shape) * (ranks - 1) / ranks
         if isinstance(before, Shard):
             if before == after:
                 continue

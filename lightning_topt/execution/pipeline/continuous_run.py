@@ -61,6 +61,7 @@ from lightning_topt.execution.pipeline.p2p import (
     StageLinks,
     StageTraffic,
     ValueParcels,
+    spec_of,
 )
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.pipeline.stage_layout import (
@@ -70,7 +71,6 @@ from lightning_topt.execution.pipeline.stage_layout import (
     loss_of_step,
 )
 from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern
-from lightning_topt.graph.step_flow import LeafSpec
 from lightning_topt.schedules.schedules import lag_of
 from lightning_topt.weight_prediction.weights import unseen
 
@@ -600,7 +600,7 @@ class SharedParameters:
             self._begun.add(minibatch)
             for first, parameters in sorted(self._followed.items()):
                 self._links.begin(
-                    "shared weights", first, minibatch, [_spec(p) for p in parameters]
+                    "shared weights", first, minibatch, [spec_of(p) for p in parameters]
                 )
 
     # ---- gradients, from the others to the first -------------------------------------------------
@@ -615,7 +615,7 @@ class SharedParameters:
                 first,
                 minibatch,
                 [part.detach() for part in parts],
-                [*map(_spec, parameters)],
+                [*map(spec_of, parameters)],
             )
             for parameter in parameters:
                 parameter.grad = None
@@ -624,7 +624,7 @@ class SharedParameters:
         """Begin to receive the part of the stage `other`, if that is not done yet."""
         if other in self._lent and (minibatch, other) not in self._begun_gradients:
             self._begun_gradients.add((minibatch, other))
-            specs = [*map(_spec, self._lent[other])]
+            specs = [*map(spec_of, self._lent[other])]
             self._links.begin("shared gradients", other, minibatch, specs)
 
     @torch.no_grad()
@@ -643,10 +643,6 @@ class SharedParameters:
         """Make all copies equal, once the last update is done; `minibatch` is the next one."""
         self.send_weights(minibatch)
         self.receive_weights(minibatch)
-
-
-def _spec(tensor: Tensor) -> LeafSpec:
-    return LeafSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad=False)
 
 
 def _dense(gradient: Tensor) -> Tensor:

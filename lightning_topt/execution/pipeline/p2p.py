@@ -333,7 +333,7 @@ class StageInputs:
         for source in range(self.links.stage):
             tensors = traffic.received.get(source, ())
             shapes = tuple(spec for _, spec in tensors)
-            norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
+            norms = [spec_of(powers)] if source == self.links.stage - 1 else []
             # This minibatch: what was begun ahead, or all of it, or the right shapes after it.
             expected = self._from[source] if self.has_begun else None
             if expected is None:
@@ -354,7 +354,7 @@ class StageInputs:
         if self.is_next_known and self._begun_ahead != minibatch:
             self._begun_ahead = minibatch
             for source, expected in self._from.items():
-                norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
+                norms = [spec_of(powers)] if source == self.links.stage - 1 else []
                 self.links.begin("activations", source, minibatch, [*expected, *norms])
 
     def send(
@@ -370,7 +370,7 @@ class StageInputs:
             tensors = traffic.sent.get(target, ())
             shapes = tuple(spec for _, spec in tensors)
             norms = [powers.clone()] if target == stage + 1 else []
-            specs = [_spec_of_norms(powers)] if norms else []
+            specs = [spec_of(powers)] if norms else []
             expected = self._to[target] if self.has_begun else None
             given = [made[ref] for ref, _ in tensors]
             # In one parcel, unless the receiver waits for other shapes.
@@ -389,7 +389,7 @@ class StageInputs:
     def end_ahead(self, minibatch: int, powers: Tensor) -> None:
         """Send what was begun ahead for `minibatch`, which does not come now; nobody reads it."""
         for target, expected in self._to.items() if self.is_next_known else ():
-            norms = [_spec_of_norms(powers)] if target == self.links.stage + 1 else []
+            norms = [spec_of(powers)] if target == self.links.stage + 1 else []
             unused = _unused([*expected, *norms], powers.device)
             self.links.send("activations", target, minibatch, unused)
 
@@ -547,8 +547,9 @@ def _with_gradients(tensors: Format) -> Format:
     return tuple((ref, spec) for ref, spec in tensors if spec.requires_grad)
 
 
-def _spec_of_norms(powers: Tensor) -> LeafSpec:
-    return LeafSpec((powers.numel(),), (1,), powers.dtype, requires_grad=False)
+def spec_of(tensor: Tensor) -> LeafSpec:
+    """Return what a tensor like this one looks like; no gradient travels back."""
+    return LeafSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad=False)
 
 
 def _spec_of_bytes(count: int) -> LeafSpec:

@@ -349,7 +349,7 @@ class ShardedAverages(pl.Callback):
     # Before callbacks that average: what evaluation has gathered goes, so that they find shards.
 
     @override
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._engine.reshard()
 
     on_validation_epoch_start = on_validation_epoch_end = on_train_end = on_train_epoch_start

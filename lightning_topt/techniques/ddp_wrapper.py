@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -87,9 +87,8 @@ def wrap_in_ddp(
 def send_buffers(buffers: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Give all ranks of `group` the buffers of its first one, as DDP does. A collective call."""
     if sent := [buffer for buffer in buffers if buffer.numel()]:
-        dist._broadcast_coalesced(  # type: ignore[attr-defined]
-            group or dist.group.WORLD, sent, _MESSAGE_BYTES, 0
-        )
+        ranks: Any = group or dist.group.WORLD
+        dist._broadcast_coalesced(ranks, sent, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
 
 
 @contextmanager

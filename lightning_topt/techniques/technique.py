@@ -490,7 +490,7 @@ class Technique(ABC):
         """
 
 
-def restore_forward(holder: Any, kind: type) -> None:
+def restore_forward(holder: Any, kind: type[Any]) -> None:
     """Give `holder` its forward again, where one of this `kind` is in its place on the instance."""
     replaced = vars(holder).get("forward")
     if isinstance(replaced, kind):

@@ -288,8 +288,10 @@ def _run_batch_norm(placed: Placed) -> Tensor:
     )
     momentum, eps = placed.get(6, "momentum", 0.1), placed.get(7, "eps", 1e-5)
     # each rank normalizes with, and updates, the statistics of its channels
-    own = [each if each is None else placed.cut_like_dim(each, 0, 1).clone() for each in statistics]
-    result = F.batch_norm(x, *own, weight, bias, training, momentum, eps)
+    own: list[Any] = [
+        each if each is None else placed.cut_like_dim(each, 0, 1).clone() for each in statistics
+    ]
+    result = F.batch_norm(x, own[0], own[1], weight, bias, training, momentum, eps)
     if training and own[0] is not None:
         whole = placed.gathered(torch.stack(own), placed.axes_along(0, 1), Shard(1))
         for each, new in zip(statistics, whole, strict=True):

@@ -29,7 +29,7 @@ from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.plan_values import PRESETS
 from lightning_topt.plugins.searched_plan import make_fake_optimizers
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import PlanCosts, explain
 from tests.costs.graphs import cluster_of
 from tests.execution.observed_ranks import Calls, observe, priced
 from tests.launch import run_ranks
@@ -59,7 +59,7 @@ def predicted(model: str, plan: ParallelPlan) -> tuple[float, int]:
     cluster = cluster_of(RANKS, backend="gloo")
     blocks = [block for block in graph.blocks if block.name in {b.block for b in plan.blocks}]
     step = TrainingStep(graph.with_blocks(blocks), cluster, profile, plan.mesh, SAMPLES)
-    peak = PlanCosts(step).memory({b.block: b.config for b in plan.blocks}).max()
+    peak = explain(PlanCosts(step), {b.block: b.config for b in plan.blocks}).peak_bytes
     return float(peak), exchanged(priced(plan, graph, profile))
 
 

@@ -54,7 +54,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
 from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.plan_values import PRESETS
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import PlanCosts, explain
 from lightning_topt.techniques.technique import RunOptions, forget_meshes
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_model import SplitModel
@@ -207,7 +207,7 @@ def expected_uniform(setting: Setting, name: str, mesh: Mesh, *, recompute: bool
         )
     )
     configs = plan.configs
-    return Expected(plan, costs.seconds(configs), float(costs.memory(configs).max()))
+    return Expected(plan, costs.seconds(configs), explain(costs, configs).peak_bytes)
 
 
 def expected_tensor(setting: Setting, ranks: int) -> Expected:

@@ -71,7 +71,7 @@ from lightning_topt.plan.stage_simulation import (
     step_seconds_of,
 )
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import PlanCosts, explain
 
 # clusters of the configurations, by what published tables call their GPUs
 GPUS = {
@@ -449,7 +449,7 @@ class RunPrices:
         )
         parts = {"forward": forward, "backward": backward}
         parts["once"] = max(total - forward - backward, 0.0)
-        peak = float(np.max(costs.memory(configs))) if with_bytes else 0.0
+        peak = explain(costs, configs).peak_bytes if with_bytes else 0.0
         return RunPrice(total, peak, {**parts, "pipeline": 0.0})
 
     def _data_mesh(self, run: TrainingRun) -> Mesh:

@@ -45,7 +45,7 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.states import gather_module_state
+from lightning_topt.execution.states import gather_values
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import (
@@ -348,10 +348,8 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
         optimizer.step()
     now = dict(module.named_parameters())
     found = {name: now[name].grad for name in names if now[name].grad is not None}
-    gradients = {
-        name: value.clone()
-        for name, value in gather_module_state(found, engine._applied.split_names()).items()
-    }
+    gathered = gather_values(found, engine._applied.split_names(), wanted=dist.get_rank() == 0)
+    gradients = {name: value.clone() for name, value in gathered.items()}
     state = engine.module_state()
     parameters = {name: state[name].clone() for name in names if name in state}
     engine.release()

@@ -152,7 +152,7 @@ class PlanSetup(ModelSetup):
                 )
             search = make_search(**costs)
             if search.split is not None and captured is not None:
-                search.split.take_over(captured)
+                search.split.captured.update(captured)
         # exchanges and local steps that are allowed, as far as the optimizer permits them
         ranks = {*search.device_counts}
         if search.pipelines is not None:  # with stages, fewer ranks have gradients of their own

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -232,7 +231,7 @@ class AttachedOptimizer:
         if self.parallel_step is not None:
             self.parallel_step.detach()
         self._kept = {
-            i: {k: _HostShard.of(v) for k, v in values.items()} for i, values in self._shards()
+            i: {k: _in_host_memory(v) for k, v in values.items()} for i, values in self._shards()
         }
         for index in self._sharded:
             self.optimizer.state.pop(parameters_of(self.optimizer)[index], None)
@@ -254,19 +253,14 @@ class AttachedOptimizer:
         return self._state_dict() if dist.get_rank() == 0 else {}
 
     def _shards(self) -> Iterator[tuple[int, State]]:
-        # Yield the states of sharded parameters by index, as DTensors on the device
+        # Yield the states of sharded parameters by index
+        if self._kept is not None:
+            yield from self._kept.items()
+            return
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         for index in self._sharded:
-            if self._kept is None and parameters[index] in state:
+            if parameters[index] in state:
                 yield index, dict(state[parameters[index]])
-            elif self._kept is not None and index in self._kept:
-                yield (
-                    index,
-                    {
-                        k: v.placed() if isinstance(v, _HostShard) else v
-                        for k, v in self._kept[index].items()
-                    },
-                )
 
     def _chunks(self, index: int, values: State) -> State:
         # A parameter's state as the chunks of full tensors that it is
@@ -284,24 +278,15 @@ class AttachedOptimizer:
             state.update(taken)
 
 
-@dataclass(frozen=True)
-class _HostShard:
-    """This rank's shard of `like`, a DTensor without memory, in host memory."""
-
-    local: Tensor
-    like: DTensor
-
-    @classmethod
-    def of(cls, value: object) -> Any:
-        if not isinstance(value, DTensor):
-            return _to_host(value)
-        return cls(
-            value.to_local().cpu(),
-            as_dtensor(torch.empty_like(value.to_local(), device="meta"), value),
-        )
-
-    def placed(self) -> DTensor:
-        return as_dtensor(self.local.to(self.like.device_mesh.device_type), self.like)
+def _in_host_memory(value: object) -> Any:
+    # A value, or this rank's shard of one, as it is where it is offloaded
+    if not isinstance(value, DTensor):
+        return _to_host(value)
+    local = value.to_local()
+    # made without memory: torch moves what has some to the device of the mesh
+    kept = as_dtensor(torch.empty_like(local, device="meta"), value)
+    kept._local_tensor = local.cpu()
+    return kept
 
 
 def _as_rows(value: object, piece: Piece, shape: torch.Size, split: SplitTensor | None) -> Any:

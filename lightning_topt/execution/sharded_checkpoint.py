@@ -260,10 +260,9 @@ def _load_plain(path: str, weights_only: bool = True) -> State:
 def _entries(folder: ShardFolder, number: int) -> dict[str, tuple[int, str]]:
     # The index and the name of each tensor of an optimizer, by its key
     entries, prefix = {}, f"optimizers.{number}."
-    for key in stored_tensors(folder):
-        if key.startswith(prefix):
-            index, name = key.removeprefix(prefix).split(".", 1)
-            entries[key] = int(index), name
+    for key in stored_tensors(folder, prefix):
+        index, name = key.split(".", 1)
+        entries[f"{prefix}{key}"] = int(index), name
     return entries
 
 

@@ -59,7 +59,7 @@ def module_state(module: nn.Module, split: Mapping[str, SplitTensor], *, full: b
     """Return a module's state: `full` on rank 0, or this rank's part of it."""
     state = module.state_dict()
     if full:
-        return gather_module_state(state, split)
+        return gather_values(state, split, wanted=dist.get_rank() == 0)
     return {name: chunks_of(value, split.get(name)) for name, value in state.items()}
 
 
@@ -84,13 +84,17 @@ def load_module_state(
 
 
 @torch.no_grad()
-def gather_module_state(state: Mapping[str, object], split: Mapping[str, SplitTensor]) -> State:
-    """Return the full form of a module's `state_dict()`, on rank 0. A collective call."""
+def gather_values(
+    values: Mapping[str, object], split: Mapping[str, SplitTensor | None], *, wanted: bool
+) -> State:
+    """Return the full form of `values` in host memory, where they are `wanted`.
+
+    A collective call: every rank takes part in gathering.
+    """
     gathered: State = {}
-    for name, value in state.items():
+    for name, value in values.items():
         full = _full(value, split.get(name))
-        # Every rank takes part in gathering, the first one keeps the result.
-        if dist.get_rank() == 0:
+        if wanted:
             gathered[name] = full.cpu() if isinstance(full, Tensor) else full
     return gathered
 
@@ -110,7 +114,6 @@ def place_module_state(
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def gather_parameter_states(
     states: Iterable[tuple[int, State]],
     split: Mapping[int, SplitTensor],
@@ -124,13 +127,9 @@ def gather_parameter_states(
     wanted = everywhere or dist.get_rank() == 0
     gathered: dict[int, State] = {}
     for index, values in states:
-        of_parameter = {}
-        for key, value in values.items():
-            full = _full(value, split.get(index))
-            if wanted:
-                of_parameter[key] = full.cpu() if isinstance(full, Tensor) else full
+        full = gather_values(values, dict.fromkeys(values, split.get(index)), wanted=wanted)
         if wanted:
-            gathered[index] = of_parameter
+            gathered[index] = full
     return gathered
 
 
@@ -222,11 +221,7 @@ class StoredModule(Mapping[str, Any]):
 
     def __init__(self, folder: ShardFolder, others: Mapping[str, object]) -> None:
         self._folder, self._others = folder, others
-        self._known = {
-            key.removeprefix("module."): metadata
-            for key, metadata in stored_tensors(folder).items()
-            if key.startswith("module.")
-        }
+        self._known = stored_tensors(folder, "module.")
 
     @property
     def tensors(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -349,11 +344,6 @@ class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
 
     def __init__(self, folder: ShardFolder, ranks: int) -> None:
         self._folder, self._ranks = folder, ranks
-        self._known = {
-            key: metadata
-            for key, metadata in stored_tensors(folder).items()
-            if key.startswith("exchange.")
-        }
 
     def __len__(self) -> int:
         return self._ranks
@@ -362,25 +352,22 @@ class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
         if not 0 <= position < self._ranks:
             raise IndexError(position)
         prefix = f"exchange.{position}."
-        targets = {
-            key: _target(metadata, None)
-            for key, metadata in self._known.items()
-            if key.startswith(prefix)
-        }
-        _read(self._folder, targets)
+        known = stored_tensors(self._folder, prefix)
+        targets = {key: _target(metadata, None) for key, metadata in known.items()}
+        _read(self._folder, {f"{prefix}{key}": target for key, target in targets.items()})
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in targets.items():
-            kind, name = key.removeprefix(prefix).split(".", 1)
+            kind, name = key.split(".", 1)
             state.setdefault(kind, {})[name] = value
         return state
 
 
-def stored_tensors(folder: ShardFolder) -> dict[str, TensorStorageMetadata]:
-    """Return what the folder says of its tensors, by key."""
+def stored_tensors(folder: ShardFolder, prefix: str = "") -> dict[str, TensorStorageMetadata]:
+    """Return what the folder says of tensors whose keys have this prefix, by the rest of these."""
     return {
-        key: metadata
+        key.removeprefix(prefix): metadata
         for key, metadata in folder.metadata.state_dict_metadata.items()
-        if isinstance(metadata, TensorStorageMetadata)
+        if isinstance(metadata, TensorStorageMetadata) and key.startswith(prefix)
     }
 
 

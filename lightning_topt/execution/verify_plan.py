@@ -43,6 +43,7 @@ from lightning_topt.costs.communication import check_exchange, check_world_size
 from lightning_topt.costs.optimizer import OptimizerError, OptimizerProfile, read_optimizer
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
+from lightning_topt.graph.errors import one_line
 from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.module_copy import fake_copy
@@ -145,7 +146,7 @@ def verify_plan(
         else:
             held = _held_by_stages(plan, blocks, _layout(plan, module, example), of_blocks)
     except ValueError as error:  # a schedule that does not fit, or a step that cannot be cut
-        return Verification(plan, (*problems, _one_line(error)), tuple(notes))
+        return Verification(plan, (*problems, one_line(error)), tuple(notes))
     verification = Verification(plan, tuple(problems), tuple(notes), held)
     if cluster is not None:
         problems += _memory_problems(cluster, float(verification.held_by_rank.sum(axis=1).max()))
@@ -227,11 +228,7 @@ def _raised(check: Callable[[], object]) -> Iterator[str]:
     try:
         check()
     except ValueError as error:
-        yield _one_line(error)
-
-
-def _one_line(error: ValueError) -> str:
-    return " ".join(str(error).split())
+        yield one_line(error)
 
 
 # why `plan` is none for `module`, or none that anything runs

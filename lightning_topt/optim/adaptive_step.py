@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.communication.collectives import mark, seconds_between
+from lightning_topt.communication.collectives import mark, seconds_between, values_of_group
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep, PieceGather, install_parallel_step
 from lightning_topt.optim.pieces import Piece
@@ -241,8 +241,8 @@ class AdaptiveStep:
         self.say(decision.reason)
 
     def _slowest(self, *seconds: float) -> list[float]:
-        device = parameters_of(self.optimizer)[0].device
-        return slowest_of_ranks(seconds, device=device, group=self.sharing.group)
+        of_ranks = values_of_group(seconds, self.sharing.group)
+        return [max(each) for each in zip(*of_ranks, strict=True)]
 
     # ---- what is shared
 
@@ -352,14 +352,5 @@ def measure_gather(
         gather.gather()
         marks.append((start, mark(device)))
     seconds = statistics.median(seconds_between(*each) for each in marks[1:])
-    (slowest,) = slowest_of_ranks([seconds], device=device, group=group)
+    slowest = max(values_of_group(seconds, group))
     return slowest * total / sum(parameters[index].nbytes for index in sample)
-
-
-def slowest_of_ranks(
-    values: Sequence[float], *, device: torch.device, group: dist.ProcessGroup | None = None
-) -> list[float]:
-    """Return, on all ranks, the largest of each of the `values` of any rank."""
-    largest = torch.tensor(list(values), dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return [float(value) for value in largest]

@@ -2,14 +2,13 @@
 
 What reads full gradients elsewhere (``clip_grad_norm_``, a GradScaler) works here on local parts:
 shards of DTensors on one mesh or several, and slices along axes that DTensors do not know. A norm
-is made of partial sums (or maxima) over ranks.
+is made of partial sums over ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from math import inf
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,65 +31,53 @@ def _one_slice(_: Tensor) -> int:
     return 1
 
 
-def total_norm(
-    parameters: Iterable[Tensor], *, norm_type: float = 2.0, slices: Slices = _one_slice
+def clip_norm_(
+    parameters: Iterable[Tensor], max_norm: float, *, slices: Slices = _one_slice
 ) -> Tensor:
-    """Return the norm of all gradients together, equal on all ranks, without dims; 0 without any.
+    """Scale the gradients to a norm of at most `max_norm`; return the norm before, without dims.
 
-    A collective call of all ranks. As ``torch.nn.utils.get_total_norm`` of the full gradients, in
+    A collective call of all ranks, as ``torch.nn.utils.clip_grad_norm_`` of the full gradients, in
     another order of summation.
     """
-    power = float(norm_type)
-    given = [parameter for parameter in parameters if parameter.grad is not None]
+    given = list(parameters)
     device = next((p.device for p in given if p.device.type != "cpu"), torch.device("cpu"))
+    total = squared_norm(given, device=device, slices=slices) ** 0.5
+    clip_grads_with_norm_(local_parameters(given), max_norm, total)
+    return total
+
+
+def squared_norm(
+    parameters: Iterable[Tensor],
+    *,
+    device: torch.device,
+    slices: Slices,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return the square of the norm of all gradients together, without dims; 0 without any.
+
+    A collective call of the ranks of `group`, over which parameters are cut; equal on all of them.
+    """
     replicated: list[Tensor] = []
     by_copies: dict[int, list[Tensor]] = {}  # sharded ones, by how many ranks hold the same shard
-    for parameter in given:
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
         shards = slices(parameter)
         if isinstance(parameter, DTensor) or shards > 1:
             if isinstance(parameter, DTensor):
                 sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
                 shards *= math.prod(size for size, placement in sizes if placement.is_shard())
-            by_copies.setdefault(dist.get_world_size() // shards, []).append(parameter)
+            by_copies.setdefault(dist.get_world_size(group) // shards, []).append(parameter)
         else:
             replicated.append(parameter)
-    total = _partial_norm(local_parameters(replicated), power, device=device)
+    total = _local_square(replicated, device)
     if by_copies:
         # every copy of a shard is in the sum over ranks
-        parts = [
-            _partial_norm(local_parameters(p), power, device=device) / (1 if power == inf else n)
-            for n, p in sorted(by_copies.items())
-        ]
-        sharded = torch.stack(parts).amax() if power == inf else torch.stack(parts).sum()
+        parts = [_local_square(alike, device) / n for n, alike in sorted(by_copies.items())]
         # what is offloaded is on the host, which may not be where ranks meet
-        sharded = sharded.to(travel_device()) if device.type == "cpu" else sharded
-        total = total.to(sharded.device)
-        dist.all_reduce(sharded, dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM)
-        total = torch.maximum(total, sharded) if power == inf else total + sharded
-    return total if power == inf else total ** (1 / power)
-
-
-def clip_norm_(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    *,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    slices: Slices = _one_slice,
-) -> Tensor:
-    """Scale the gradients to a norm of at most `max_norm`; return the norm before.
-
-    A collective call, as ``torch.nn.utils.clip_grad_norm_``. Raises RuntimeError, on all ranks, for
-    a norm that is not finite with `error_if_nonfinite`.
-    """
-    given = list(parameters)
-    total = total_norm(given, norm_type=norm_type, slices=slices)
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be "
-            "clipped; to scale them all the same, set error_if_nonfinite=False"
-        )
-    clip_grads_with_norm_(local_parameters(given), max_norm, total)
+        sharded = torch.stack(parts).sum().to(travel_device() if device.type == "cpu" else device)
+        dist.all_reduce(sharded, group=group)
+        total = total.to(sharded.device) + sharded
     return total
 
 
@@ -143,11 +130,10 @@ def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def _partial_norm(parameters: Sequence[Tensor], power: float, *, device: torch.device) -> Tensor:
-    # The norm of their gradients, to the `power` unless that is infinite: sums (or maxima) over
-    # ranks are made of these. float32, without dims.
-    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+def _local_square(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    # The square of the norm of what this rank has of their gradients: float32, without dims
+    local = local_parameters(parameters)
+    gradients = [p.grad for p in local if p.grad is not None and p.grad.numel()]
     if not gradients:
         return torch.zeros((), device=device)
-    norm = get_total_norm(gradients, power).to(device, torch.float32)
-    return norm if power == inf else norm**power
+    return get_total_norm(gradients).to(device, torch.float32) ** 2

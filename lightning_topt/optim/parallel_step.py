@@ -38,13 +38,10 @@ from lightning_topt.optim.full_state import (
     parameters_of,
 )
 from lightning_topt.optim.pieces import Piece, check_pieces, has_dense_rows, is_whole, rows_of
-from lightning_topt.optim.shard_step import OwnedShards, inside_hooks
+from lightning_topt.optim.shard_step import OwnedShards, inside_hooks, put_in_place
 
 if TYPE_CHECKING:
     from lightning_topt.communication.node.rows import NodeRows
-
-# on the optimizer, while installed
-_REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")
 
 
 def install_parallel_step(
@@ -70,12 +67,7 @@ def install_parallel_step(
         ValueError: for pieces that do not cover their parameters, when ranks disagree, and for an
             optimizer that is sharded already.
     """
-    step = ParallelStep(optimizer, pieces=pieces, group=group, node=node)
-    optimizer.step = step  # type: ignore[method-assign]
-    optimizer.state_dict = step.state_dict  # type: ignore[method-assign]
-    optimizer.load_state_dict = step.load_state_dict  # type: ignore[method-assign]
-    optimizer.consolidate_state_dict = step.consolidate_state_dict  # type: ignore[attr-defined]
-    return step
+    return ParallelStep(optimizer, pieces=pieces, group=group, node=node)
 
 
 class ParallelStep:
@@ -102,14 +94,18 @@ class ParallelStep:
         self.rank = dist.get_rank(group)
         self.step: Callable[..., Any] = optimizer.step
         self.active: list[int] = []  # parameters that had a gradient in the last step
-        self._original = {
-            name: optimizer.__dict__[name] for name in _REPLACED if name in optimizer.__dict__
-        }
         self._removed = False
         self._consolidated: State | None = None
         self._checked_state = False
         self._narrowed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._use(pieces)
+        self._restore = put_in_place(
+            optimizer,
+            step=self,
+            state_dict=self.state_dict,
+            load_state_dict=self.load_state_dict,
+            consolidate_state_dict=self.consolidate_state_dict,
+        )
 
     def _use(self, pieces: Sequence[Piece]) -> None:
         # Make the keys of own pieces and drop the state that other ranks keep
@@ -290,22 +286,8 @@ class ParallelStep:
 
         `consolidate_state_dict` still gathers it.
         """
-        self._removed = True  # whoever wrapped a method since calls through to the original
-        for name in _REPLACED:
-            if (
-                getattr(
-                    self.optimizer.__dict__.get(name), "__self__", self.optimizer.__dict__.get(name)
-                )
-                is self
-            ):
-                del self.optimizer.__dict__[name]
-        self.optimizer.__dict__.update(
-            {
-                name: value
-                for name, value in self._original.items()
-                if name not in self.optimizer.__dict__
-            }
-        )
+        self._removed = True
+        self._restore()
 
 
 # ---- What stands for own pieces in the optimizer

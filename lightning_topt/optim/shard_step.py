@@ -63,9 +63,7 @@ def install_local_step(optimizer: Optimizer) -> LocalStep | None:
             )
         return None
     move_states(optimizer)
-    step = LocalStep(optimizer)
-    optimizer.step = step  # type: ignore[method-assign]
-    return step
+    return LocalStep(optimizer)
 
 
 def move_states(optimizer: Optimizer) -> None:
@@ -75,6 +73,24 @@ def move_states(optimizer: Optimizer) -> None:
             for value in state.values():
                 if isinstance(value, DTensor) and not is_in_file(value._local_tensor):
                     value._local_tensor = in_file(value._local_tensor)
+
+
+def put_in_place(optimizer: Optimizer, **methods: Any) -> Callable[[], None]:
+    """Give `optimizer` these methods; return what takes them away again.
+
+    Whoever has wrapped one since calls through to it.
+    """
+    own = vars(optimizer)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
+
+    def restore() -> None:
+        for name, method in methods.items():
+            if own.get(name) is method:
+                del own[name]
+                own.update({name: before[name]} if name in before else {})
+
+    return restore
 
 
 class LocalStep:
@@ -90,7 +106,7 @@ class LocalStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.step: Callable[..., Any] = optimizer.step
-        self._original = optimizer.__dict__.get("step")
+        self._restore = put_in_place(optimizer, step=self)
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
         # the state of DTensors while the optimizer is at work
         self._outside: dict[Tensor, State] = {}
@@ -164,15 +180,9 @@ class LocalStep:
             }
 
     def detach(self) -> None:
-        """Give the optimizer its own step again.
-
-        Whoever wrapped this one since calls through to it.
-        """
+        """Give the optimizer its own step again."""
         self._stand_ins.clear()
-        if self.optimizer.__dict__.get("step") is self:
-            del self.optimizer.__dict__["step"]
-            if self._original is not None:
-                self.optimizer.step = self._original
+        self._restore()
 
 
 def _local(value: object) -> Any:

@@ -625,7 +625,7 @@ class _Closure:
 def _step(clone: Optimizer, closure: _Closure) -> None:
     takes_closure = "closure" in inspect.signature(type(clone).step).parameters
     try:
-        with _NoCollectives():  # type: ignore[no-untyped-call]
+        with NoCollectives():  # type: ignore[no-untyped-call]
             clone.step(closure) if takes_closure else clone.step()  # type: ignore[arg-type]
     except CollectiveInStep:
         raise
@@ -633,11 +633,13 @@ def _step(clone: Optimizer, closure: _Closure) -> None:
         raise TrialError(f"a trial step failed ({type(error).__name__}: {error})") from error
 
 
-class _NoCollectives(TorchDispatchMode):
-    # Refuses collectives: ranks may be in other trials, or in none, and would not answer.
+class NoCollectives(TorchDispatchMode):
+    """Refuses collectives: ranks may be in other trials, or in none, and would not answer."""
+
+    supports_higher_order_operators = True
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COLLECTIVES:
-            raise CollectiveInStep(f"its step calls {func}")
+        if getattr(func, "namespace", "") in _COLLECTIVES:
+            raise CollectiveInStep(f"it calls {func}")
         return func(*args, **(kwargs or {}))

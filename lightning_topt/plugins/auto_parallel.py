@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt import plugins
-from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.costs.accuracy import LEVEL
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.memory import MemoryMeter
@@ -277,10 +277,6 @@ class AutoParallelStrategy(DataParallelHooks):
         """The exchange of the plan's gradients or replicas, None where that has none."""
         return self._guard.exchange
 
-    def exchange_statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the last call; None without an exchange."""
-        return self._guard.statistics()
-
     # ---- life cycle ------------------------------------------------------------------------------
 
     @override
@@ -361,7 +357,7 @@ class AutoParallelStrategy(DataParallelHooks):
             self._elastic.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
         if self._updates is not None:
-            self._updates.begin_batch(batch)
+            self._updates.begin_batch()
         if self._compiled is not None:
             self._compiled.begin_batch(batch)
 

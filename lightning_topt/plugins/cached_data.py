@@ -47,7 +47,7 @@ from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
 from lightning_topt.data.peers.client import NOWHERE, Peers
 from lightning_topt.data.peers.protocol import own_address
 from lightning_topt.data.peers.server import PeerServer
-from lightning_topt.plugins.wrapped_data import WrappedDataModule
+from lightning_topt.plugins.wrapped_data import LOADERS, WrappedDataModule
 
 MEMORY_SHARE = 4  # a fourth of what is free
 SECRET_BYTES = 32
@@ -89,6 +89,8 @@ class CachedDataModule(WrappedDataModule):
     differs.
     """
 
+    _changes = LOADERS
+
     def __init__(
         self,
         datamodule: pl.LightningDataModule,
@@ -124,22 +126,6 @@ class CachedDataModule(WrappedDataModule):
         self.partition = CachePartition() if partition is True else partition or None
         self._servers: list[PeerServer] = []  # to other nodes
         super().__init__(datamodule)
-
-    @override
-    def train_dataloader(self) -> Any:
-        return self._changed(self.datamodule.train_dataloader())
-
-    @override
-    def val_dataloader(self) -> Any:
-        return self._changed(self.datamodule.val_dataloader())
-
-    @override
-    def test_dataloader(self) -> Any:
-        return self._changed(self.datamodule.test_dataloader())
-
-    @override
-    def predict_dataloader(self) -> Any:
-        return self._changed(self.datamodule.predict_dataloader())
 
     def statistics(self, *, reset: bool = False) -> dict[str, CacheStatistics]:
         """Return what the caches did and hold, by fingerprint."""

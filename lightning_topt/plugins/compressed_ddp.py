@@ -24,7 +24,7 @@ from lightning_topt.communication.exchange_method import (
     method_classes,
     read_gradient_method,
 )
-from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.data_parallel_hooks import (
     DataParallelHooks,
@@ -86,10 +86,6 @@ class CompressedDDPStrategy(DataParallelHooks):
         exchange = self._guard.exchange
         assert exchange is None or isinstance(exchange, CompressedExchange)
         return exchange
-
-    def exchange_statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the last call; None without an exchange."""
-        return self._guard.statistics()
 
     # ---- life cycle ------------------------------------------------------------------------------
 

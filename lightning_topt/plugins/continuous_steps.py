@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,40 +28,36 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.communication.value_exchange import pack_value, unpack_value
-from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.continuous_run import BackwardResult, ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_layout import parameters_in
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.plan_run import Step, StepRunner
+from lightning_topt.plugins.plan_run import Step
 from lightning_topt.plugins.stage_steps import (
     Gradients,
     LoggedCall,
     MetricChanges,
+    StageRunner,
     StageSteps,
     StepRecord,
     apply_metric_changes,
-    check_microbatches,
     loss_in,
-    loss_of,
-    loss_with_gradients,
     recorded_calls,
     replay,
     takes_index,
+    with_gradients,
 )
 from lightning_topt.weight_prediction import TwoVersions
 
 PIPELINE_KEY = "pipeline"  # in checkpoints, of what is ours: the state of the pipeline
 
 
-class ContinuousRunner(StepRunner):
+class ContinuousRunner(StageRunner):
     """Runs batches through stages without flush. Its own gradients are clipped."""
 
-    engine: Engine
-
     def __init__(self, steps: StageSteps) -> None:
-        self.engine, self._steps, self._module = steps.engine, steps, steps.module
+        super().__init__(steps)
         self._batches_in_flight: dict[int, Any] = {}
         self._records_here: dict[int, StepRecord] = {}  # by minibatch, on the last stage
         self._traced_calls: list[LoggedCall] = []  # of a step that was traced
@@ -69,7 +65,6 @@ class ContinuousRunner(StepRunner):
         self._updated = True
         self._modules = list(steps.module.modules())
         self._modes: list[tuple[nn.Module, bool]] = []
-        self._undo = ExitStack()
 
     @property
     def _run(self) -> ContinuousRun:
@@ -93,11 +88,6 @@ class ContinuousRunner(StepRunner):
     # ---- the loop around it ----------------------------------------------------------------------
 
     @override
-    def begin(self, trainer: pl.Trainer) -> None:
-        check_microbatches(self.engine)
-        self._undo.enter_context(self._steps.watch_transfers(trainer))
-
-    @override
     def begin_training(self, trainer: pl.Trainer) -> None:
         """Let the loop of a fit drain the pipeline where it has to, and wait nowhere else."""
         loop = trainer.fit_loop.epoch_loop
@@ -113,13 +103,6 @@ class ContinuousRunner(StepRunner):
         self._undo.callback(loop.__dict__.pop, "_broadcast_sigterm_tensor", None)
         callbacks.insert(0, callback)
         self._undo.callback(lambda: callbacks.remove(callback) if callback in callbacks else None)
-
-    @override
-    def close(self, *, failed: bool) -> None:
-        """Let the loop go on without the pipeline."""
-        self._undo.close()
-        if failed:
-            self.engine.abort()
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -173,18 +156,11 @@ class ContinuousRunner(StepRunner):
         record = self._log_returned(self._returned)
         if record is None:
             self._log_nothing_yet()
-        output = None if record is None else record.output
-        value = (
-            torch.full((), torch.nan, device=self._steps.device)
-            if output is None
-            else loss_of(output)
-        )
-        assert value is not None
+        nothing = torch.full((), torch.nan, device=self._steps.device)
+        output = nothing if record is None else record.output
         # They have the scale of the update: `weight` above.
-        joint = loss_with_gradients(
-            value, self._collected_gradients(), factor=None, device=value.device
-        )
-        return {**output, "loss": joint} if isinstance(output, Mapping) else joint
+        gradients = self._collected_gradients()
+        return with_gradients(output, gradients, factor=None, device=nothing.device)
 
     @contextmanager
     @override
@@ -281,14 +257,6 @@ class ContinuousRunner(StepRunner):
             for name in (call.name, *forked):
                 known.setdefault(name, torch.full((), torch.nan, device=self._steps.device))
 
-    @override
-    def begin_evaluation(self) -> None:
-        self.drain()
-
-    @override
-    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._steps.evaluate(name, (*args, *kwargs.values()))
-
     # ---- state -----------------------------------------------------------------------------------
 
     @override
@@ -352,9 +320,7 @@ class _DrainFirst(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._runner.bring_back()
 
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._runner.bring_back()
+    on_train_epoch_end = on_validation_start
 
 
 @dataclass

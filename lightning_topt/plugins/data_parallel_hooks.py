@@ -76,6 +76,14 @@ class DataParallelHooks(DDPStrategy):
         self._training_data = TrainingData(self)
         self._batches = EqualBatches(uneven, gathers=gathers)
 
+    def exchange_statistics(self) -> ExchangeStatistics | None:
+        """Return what was exchanged since the last call; None without an exchange.
+
+        Of local steps since the fit began: outer steps are too rare for shorter periods.
+        """
+        exchange = self._guard.exchange
+        return None if exchange is None else exchange.statistics(reset=True)
+
     # ---- life cycle ------------------------------------------------------------------------------
 
     @property
@@ -220,10 +228,6 @@ class ExchangeGuard:
             else:
                 self.exchange.close()
             self.exchange = None
-
-    def statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the last call; None without an exchange."""
-        return None if self.exchange is None else self.exchange.statistics(reset=True)
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ class ElasticRun:
 
     def begin_training(self) -> None:
         """Note that all of the state is there."""
-        trainer = self._trainer
+        trainer = self._data.trainer
         self._check_training()
         if not self._has_path and not self._is_replicated():
             rank_zero_warn(
@@ -238,7 +238,7 @@ class ElasticRun:
         """Note that a batch begins: the state is that after the last step."""
         if not self._is_training:
             return
-        trainer = self._trainer
+        trainer = self._data.trainer
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.processed % trainer.accumulate_grad_batches == 0:
             buffers = trainer.lightning_module.named_buffers(remove_duplicate=False)
@@ -274,13 +274,8 @@ class ElasticRun:
 
     # ---- what is left of it ----------------------------------------------------------------------
 
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self._strategy.lightning_module is not None
-        return self._strategy.lightning_module.trainer
-
     def _place(self) -> Place:
-        return Place(self._trainer.global_step, self._data.batches)
+        return Place(self._data.trainer.global_step, self._data.batches)
 
     def _is_replicated(self) -> bool:
         # Whether this rank has all of the state

@@ -15,7 +15,7 @@ rank by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -39,25 +39,25 @@ from lightning_topt.plugins.plan_run import Step, StepRunner
 from lightning_topt.plugins.stage_steps import (
     LoggedCall,
     StageSteps,
+    StepPasses,
     StepRecord,
     as_nonzero_rank,
     cleared_before_backward,
     index_in,
     loss_in,
-    loss_with_gradients,
     recorded_calls,
     replay,
     stashed_gradients,
     takes_index,
     uncounted,
+    with_gradients,
 )
+from lightning_topt.techniques.ddp_wrapper import send_buffers
 from lightning_topt.techniques.tensor_parallel.random_states import (
     RandomStates,
     random_states,
     set_random_states,
 )
-
-_MESSAGE_BYTES = 250 << 20  # of a broadcast of buffers, as DDP's
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class GroupRunner(StepRunner):
             return None
         everyone: Any = dist.group.WORLD
         batch = value_of_rank(batch, everyone, place=0, device=self._device)
-        passes = _StagePasses(self._steps, [], batch_idx=0 if takes_index(self._module) else None)
+        passes = StepPasses(self._steps, batch_idx=0 if takes_index(self._module) else None)
         return Example(passes.loss, (batch,))
 
     @override
@@ -143,16 +143,13 @@ class GroupRunner(StepRunner):
         # This rank goes on with its own random numbers, and logs what it would have.
         set_random_states(end)
         replay(self._module, record.calls)
-        loss = loss_with_gradients(
-            loss_in(record.output), gradients, factor=1 / scale, device=self._device
-        )
-        return {**record.output, "loss": loss} if isinstance(record.output, Mapping) else loss
+        return with_gradients(record.output, gradients, factor=1 / scale, device=self._device)
 
     def _one_by_one(
         self, step: Step, inputs: Sequence[RankInput]
     ) -> tuple[StepRecord, RandomStates]:
         # Run the batches one after the other; return the record of the own one, and its end
-        self._send_buffers()
+        send_buffers(self._module.buffers())
         places = {id(each): place for place, each in enumerate(inputs)}
         ends, records, calls = list[RandomStates](), list[StepRecord](), list[LoggedCall]()
 
@@ -191,28 +188,22 @@ class GroupRunner(StepRunner):
         self, steps: StageSteps, inputs: Sequence[RankInput], scale: float
     ) -> tuple[StepRecord, RandomStates]:
         # Run the batches in stages; return the record of the own one, and its end
-        is_last = self._place == steps.last_place
-        passes = _StagePasses(steps, inputs, scale=scale, batch_idx=index_in(inputs[0].args))
+        is_last, weights = self._place == steps.last_place, [scale / len(inputs)] * len(inputs)
+        batches = [each.batch for each in inputs]
+        passes = StepPasses(steps, batches, weights, batch_idx=index_in(inputs[0].args))
         # Each pass draws as its rank would.
         with (
             self.engine.stages.flows.order.starting_from([each.states for each in inputs]) as ends,
             as_nonzero_rank(),
         ):
-            self.engine.run_step(passes.microbatches, passes.loss)
+            self.engine.run_step(batches, passes.loss, weights=weights)
         # Each rank gets the record of its own batch.
-        records = [passes.finished[place] for place in range(len(inputs))] if is_last else None
+        found = [passes.finished[place] for place in range(len(inputs))] if is_last else []
+        records = [StepRecord(*each) for each in found] or None
         record: StepRecord = value_for_rank(
             records, self._group, source=steps.last_place, device=self._device
         )
         return record, ends[self._place]
-
-    def _send_buffers(self) -> None:
-        # Give all ranks rank 0's buffers, as DDP does. A collective call.
-        if buffers := list(dict.fromkeys(self._module.buffers())):
-            world: Any = dist.group.WORLD
-            dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                world, buffers, _MESSAGE_BYTES, 0
-            )
 
     @override
     def block_backward_sync(
@@ -231,7 +222,7 @@ class GroupRunner(StepRunner):
         """Unshard the parameters. A collective call."""
         if not self._evaluates:
             if self._steps is None:
-                self._send_buffers()
+                send_buffers(self._module.buffers())
             # Those that come in inference mode could not be trained afterwards.
             with torch.inference_mode(False), torch.no_grad():
                 self._evaluation.enter_context(self.engine.joined())
@@ -243,39 +234,6 @@ class GroupRunner(StepRunner):
         with torch.inference_mode(False):
             self._evaluation.close()
         self._evaluates = False
-
-
-class _StagePasses:
-    """The passes of one training step on the batches of all ranks of a pipeline.
-
-    `finished` has the records of those that reached the end here, by rank.
-    """
-
-    def __init__(
-        self,
-        steps: StageSteps,
-        inputs: Sequence[RankInput],
-        *,
-        scale: float = 1.0,
-        batch_idx: int | None,
-    ) -> None:
-        self._steps, self._scale, self._batch_idx = steps, scale, batch_idx
-        self.microbatches = [each.batch for each in inputs]
-        self._places = {id(batch): index for index, batch in enumerate(self.microbatches)}
-        self.finished: dict[int, StepRecord] = {}
-
-    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of a rank's batch, scaled.
-
-        The engine also calls it with copies of the module and of a batch, to trace them.
-        """
-        index = self._places.get(id(microbatch))
-        if index is None:
-            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
-        output, calls = self._steps.recorded_step("training_step", microbatch, self._batch_idx)
-        loss = loss_in(output)
-        self.finished[index] = StepRecord(map_tensors(output, Tensor.detach), calls)
-        return loss if self._scale == 1 else loss * self._scale
 
 
 # ---- steps that change buffers -------------------------------------------------------------------

@@ -18,7 +18,6 @@ from lightning_topt.communication.exchange_method import (
     LocalMethod,
     read_method,
 )
-from lightning_topt.communication.hook import ExchangeStatistics
 from lightning_topt.communication.local_sgd import TIMEOUT_SECONDS, OuterSteps
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.data_parallel_hooks import (
@@ -79,13 +78,6 @@ class LocalStepsStrategy(DataParallelHooks):
         exchange = self._guard.exchange
         assert exchange is None or isinstance(exchange, OuterSteps)
         return exchange
-
-    def exchange_statistics(self) -> ExchangeStatistics | None:
-        """Return what was exchanged since the fit began, None outside of a fit.
-
-        Outer steps are too rare for shorter periods.
-        """
-        return self._guard.statistics()
 
     # ---- life cycle ------------------------------------------------------------------------------
 

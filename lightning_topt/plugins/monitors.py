@@ -17,11 +17,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_whole
-from lightning_topt.communication.collectives import synchronize
+from lightning_topt.communication.collectives import synchronize, values_of_group
 
 if TYPE_CHECKING:
     from lightning_topt.execution.memory import MemoryMeter
@@ -148,27 +147,14 @@ class StepMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Ranks exchange numbers; NaN stands for an unknown one.
-        median = statistics.median(self._step_seconds) if self._step_seconds else float("nan")
-        peak = float("nan") if self._peak_bytes is None else float(self._peak_bytes)
-        device = trainer.strategy.root_device
-        ranks = _of_all_ranks(
-            torch.tensor([median, peak], dtype=torch.float64, device=device)
-        ).cpu()
-        slowest = ranks[:, 0].max().item()
+        own = statistics.median(self._step_seconds or [0.0]), self._peak_bytes
+        ranks = values_of_group(own) if dist.is_initialized() else [own]
+        medians, peaks = zip(*ranks, strict=True)
         self.measurement = StepMeasurement(
             steps=len(self._step_seconds),
-            median_step_seconds=None if slowest != slowest else slowest,
-            peak_bytes_per_rank=tuple(None if p != p else int(p) for p in ranks[:, 1].tolist()),
+            median_step_seconds=max(medians) or None,
+            peak_bytes_per_rank=peaks,
         )
-
-
-def _of_all_ranks(mine: Tensor) -> Tensor:  # (n,) -> (world_size, n)
-    if not dist.is_initialized():
-        return mine[None]
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, mine)
-    return torch.stack(ranks)
 
 
 # ---- the exchange of gradients -------------------------------------------------------------------
@@ -353,16 +339,11 @@ class StallMonitor(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_clock()
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_clock()
-
-    def _stop_clock(self) -> None:
-        # Until the next fetch
+        # The clock stands until the next fetch.
         self._add()
         self._resumed = None
+
+    on_train_epoch_end = on_validation_start
 
     @override
     def on_train_batch_end(

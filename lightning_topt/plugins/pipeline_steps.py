@@ -9,19 +9,14 @@ what one step would give, and every rank of the pipeline logs it (`stage_steps`)
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_topt.communication.value_exchange import value_of_rank, values_of_ranks
-from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
-from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plugins.microbatches import (
     MicrobatchLoss,
     Parts,
@@ -34,58 +29,38 @@ from lightning_topt.plugins.microbatches import (
     weighted_losses,
     without_trace,
 )
-from lightning_topt.plugins.plan_run import Step, StepRunner
+from lightning_topt.plugins.plan_run import Step
 from lightning_topt.plugins.stage_steps import (
     EVALUATIONS,
     Found,
     MetricChanges,
+    StageRunner,
     StageSteps,
-    check_microbatches,
+    StepPasses,
     cleared_before_backward,
     index_in,
     loss_in,
     stashed_gradients,
     takes_index,
+    with_gradients,
+    with_loss,
 )
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
 
-class PipelineRunner(StepRunner):
+class PipelineRunner(StageRunner):
     """Runs one batch on the ranks of a pipeline, in microbatches."""
 
-    engine: Engine
-
     def __init__(self, steps: StageSteps, loss: MicrobatchLoss = "mean") -> None:
-        self.engine, self._steps, self._module = steps.engine, steps, steps.module
+        super().__init__(steps)
         self._loss, self._is_tested = loss, False
-        self._undo = ExitStack()
 
     @override
     def example(self, batch: Any) -> Example:
         """Return a training step on a microbatch of `batch`, for the engine to trace."""
         parts = split_batch(self._steps.agreed(batch), self.engine.plan.num_microbatches)
-        batch_idx = 0 if takes_index(self._module) else None
-        passes = _Passes(self._steps, Parts((), ()), [], batch_idx=batch_idx)
+        passes = StepPasses(self._steps, batch_idx=0 if takes_index(self._module) else None)
         return Example(passes.loss, (parts.batches[0],))
-
-    @override
-    def begin(self, trainer: pl.Trainer) -> None:
-        check_microbatches(self.engine)
-        self._undo.enter_context(self._steps.watch_transfers(trainer))
-
-    @override
-    def close(self, *, failed: bool) -> None:
-        self._undo.close()
-        if failed:
-            self.engine.abort()
-
-    @override
-    def drain(self) -> None:
-        self.engine.synchronize()
-
-    @override
-    def begin_evaluation(self) -> None:
-        self.drain()
 
     @override
     def training_step(
@@ -106,16 +81,18 @@ class PipelineRunner(StepRunner):
         counted = split_batch(self._steps.on_host(batch), count) if counts else parts
         weights, scale = loss_weights(counted, self._loss), self._steps.loss_scale()
         counting = MetricChanges.begin(self._module)
-        passes = _Passes(self._steps, parts, weights, batch_idx=index_in(args))
+        batches = [(each,) for each in parts.batches]
+        passes = StepPasses(self._steps, batches, weights, batch_idx=index_in(args))
         with stashed_gradients(
             self._module, dropped=cleared_before_backward(self._module)
         ) as gradients:
             self.engine.run_step(
-                passes.microbatches, passes.loss, weights=[weight * scale for weight in weights]
+                batches, passes.loss, weights=[weight * scale for weight in weights]
             )
         found = _combined(passes, parts, weights) if passes.finished else None
         record = self._steps.shared(found, counting)
-        return self._steps.with_gradients(record.output, gradients, scale=scale)
+        device = self._steps.device
+        return with_gradients(record.output, gradients, factor=1 / scale, device=device)
 
     def _test_loss(self, batch: Any, parts: Parts, rest: Sequence[Any]) -> bool:
         # Test whether two microbatches add up as `microbatch_loss` says, by three steps forward.
@@ -159,39 +136,8 @@ class PipelineRunner(StepRunner):
     ) -> AbstractContextManager[None]:
         return nullcontext()  # stashed gradients are exchanged by then, those of each batch
 
-    @override
-    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._steps.evaluate(name, (*args, *kwargs.values()))
 
-
-class _Passes:
-    """The passes of one training step's microbatches on this rank.
-
-    `finished` has what those that reached the end returned and called.
-    """
-
-    def __init__(
-        self, steps: StageSteps, parts: Parts, weights: Sequence[float], *, batch_idx: int | None
-    ) -> None:
-        self._steps, self._weights, self._batch_idx = steps, weights, batch_idx
-        self.microbatches = [(batch,) for batch in parts.batches]
-        self._places = {id(microbatch): index for index, microbatch in enumerate(self.microbatches)}
-        self.finished: dict[int, Found] = {}
-
-    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        # Return the loss of a microbatch.
-        # The engine also calls it with copies of the module and of a microbatch, to trace them.
-        index = self._places.get(id(microbatch))
-        if index is None:
-            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
-        output, calls = self._steps.recorded_step("training_step", microbatch, self._batch_idx)
-        loss = loss_in(output)
-        self.finished[index] = map_tensors(output, Tensor.detach), calls
-        # of padding alone: NaN
-        return torch.zeros_like(loss) if self._weights[index] == 0 else loss
-
-
-def _combined(passes: _Passes, parts: Parts, weights: Sequence[float]) -> Found:
+def _combined(passes: StepPasses, parts: Parts, weights: Sequence[float]) -> Found:
     # The output and the calls of the whole step, on the last stage's rank
     # In the order of microbatches, whatever the schedule.
     done = [passes.finished[index] for index in range(len(parts.batches))]
@@ -201,6 +147,5 @@ def _combined(passes: _Passes, parts: Parts, weights: Sequence[float]) -> Found:
     losses = [loss_in(output).reshape(()) for output in outputs]
     options: dict[str, Any] = {"sizes": parts.sizes, "weights": weights, "losses": losses}
     output = combined_output(outputs, **options)
-    loss = weighted_losses(losses, weights)
-    output = {**output, "loss": loss} if isinstance(output, Mapping) else loss
+    output = with_loss(output, weighted_losses(losses, weights))
     return output, combined_calls(calls, **options)

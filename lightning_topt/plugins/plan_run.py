@@ -349,20 +349,10 @@ class ShardedAverages(pl.Callback):
     # Before callbacks that average: what evaluation has gathered goes, so that they find shards.
 
     @override
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._engine.reshard()
 
-    @override
-    def on_validation_epoch_start(self, *_: Any) -> None:
-        self._engine.reshard()
-
-    @override
-    def on_validation_epoch_end(self, *_: Any) -> None:
-        self._engine.reshard()
-
-    @override
-    def on_train_end(self, *_: Any) -> None:
-        self._engine.reshard()
+    on_validation_epoch_start = on_validation_epoch_end = on_train_end = on_train_epoch_start
 
 
 @torch.no_grad()
@@ -492,8 +482,10 @@ class StepRunner(ABC):
         assert self.engine is not None
         return self.engine.clip_norm(parameters, max_norm)
 
-    def drain(self) -> None:  # noqa: B027
+    def drain(self) -> None:
         """Wait for all that is in flight, before anybody looks at parameters."""
+        if self.engine is not None:
+            self.engine.synchronize()
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -506,8 +498,9 @@ class StepRunner(ABC):
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of an evaluation step: ``step(*args, **kwargs)``, named `name`."""
 
-    def begin_evaluation(self) -> None:  # noqa: B027
+    def begin_evaluation(self) -> None:
         """Get ready for validation within a fit."""
+        self.drain()
 
     def end_evaluation(self) -> None:  # noqa: B027
         """Go back to training."""
@@ -549,15 +542,6 @@ class PlainRunner(StepRunner):
         self, of_ddp: AbstractContextManager[None]
     ) -> AbstractContextManager[None]:
         return of_ddp if self.engine is None else self.engine.no_sync()
-
-    @override
-    def drain(self) -> None:
-        if self.engine is not None:
-            self.engine.synchronize()
-
-    @override
-    def begin_evaluation(self) -> None:
-        self.drain()
 
     @override
     def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

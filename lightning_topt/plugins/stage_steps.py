@@ -5,6 +5,7 @@ and counted there is a `StepRecord`: it is sent to the other ranks, which log an
 that callbacks find it everywhere. Ranks of a group that bring a batch each exchange records, too.
 
     StageSteps         runs a step of the module in stages, and shares its record
+    StageRunner        what runners of stages have in common, with `StepPasses`
     AgreedBatches      batches that should be equal on all ranks of a pipeline
     recorded_calls     self.log and self.print are recorded, not run; `replay`
     MetricChanges      what metrics have counted; `uncounted`, `apply_metric_changes`
@@ -17,14 +18,14 @@ gradients are stashed, and come back with the backward pass of the loss that the
 
     with stashed_gradients(module) as gradients:  # {parameter: gradient}
         ...  # forward and backward, in any number of passes
-    return loss_with_gradients(loss, gradients, factor=1.0, device=device)
+    return with_gradients(output, gradients, factor=1.0, device=device)
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -39,13 +40,15 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.value_exchange import value_of_rank
+from lightning_topt.execution.pipeline.stage_pass import replaced_attributes
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.equal_batches import lent
-from lightning_topt.plugins.plan_run import evaluating
+from lightning_topt.plugins.plan_run import Step, StepRunner, evaluating
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES, SCHEDULES
 
 if TYPE_CHECKING:
@@ -182,11 +185,6 @@ class StageSteps:
         replay(self.module, record.calls)
         return record
 
-    def with_gradients(self, output: Any, gradients: Gradients, *, scale: float) -> Any:
-        """Return `output` with a loss that brings `gradients`, those of the loss times `scale`."""
-        loss = loss_with_gradients(loss_in(output), gradients, factor=1 / scale, device=self.device)
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
-
     def loss_scale(self) -> float:
         """Return by what a scaler will multiply the loss.
 
@@ -200,6 +198,65 @@ class StageSteps:
         if self.engine.exchange is not None:
             self.engine.exchange.loss_scale = scale
         return scale
+
+
+class StageRunner(StepRunner):
+    """Runs one batch on the ranks of a pipeline, by `steps`."""
+
+    engine: Engine
+
+    def __init__(self, steps: StageSteps) -> None:
+        self.engine, self._steps, self._module = steps.engine, steps, steps.module
+        self._undo = ExitStack()
+
+    @override
+    def begin(self, trainer: pl.Trainer) -> None:
+        check_microbatches(self.engine)
+        self._undo.enter_context(self._steps.watch_transfers(trainer))
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        self._undo.close()
+        if failed:
+            self.engine.abort()
+
+    @override
+    def evaluate(self, name: str, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._steps.evaluate(name, (*args, *kwargs.values()))
+
+
+class StepPasses:
+    """The passes of one training step on this rank.
+
+    `finished` has what those that reached the end returned and called, by place in `microbatches`.
+    """
+
+    def __init__(
+        self,
+        steps: StageSteps,
+        microbatches: Sequence[tuple[Any, ...]] = (),
+        weights: Sequence[float] = (),
+        *,
+        batch_idx: int | None,
+    ) -> None:
+        self._steps, self._weights, self._batch_idx = steps, weights, batch_idx
+        self.microbatches = microbatches
+        self._places = {id(microbatch): index for index, microbatch in enumerate(microbatches)}
+        self.finished: dict[int, Found] = {}
+
+    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
+        """Return the loss of a microbatch.
+
+        The engine also calls it with copies of the module and of a microbatch, to trace them.
+        """
+        index = self._places.get(id(microbatch))
+        if index is None:
+            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
+        output, calls = self._steps.recorded_step("training_step", microbatch, self._batch_idx)
+        loss = loss_in(output)
+        self.finished[index] = map_tensors(output, Tensor.detach), calls
+        # of padding alone: NaN
+        return torch.zeros_like(loss) if self._weights[index] == 0 else loss
 
 
 def check_microbatches(engine: Engine) -> None:
@@ -369,6 +426,11 @@ def loss_in(output: Any) -> Tensor:
     return loss
 
 
+def with_loss(output: Any, loss: Tensor) -> Any:
+    """Return what `training_step` returned with another loss."""
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+
 @contextmanager
 def as_nonzero_rank() -> Generator[None]:
     """Run as a rank other than 0: what rank 0 alone does is for its own batch."""
@@ -437,29 +499,14 @@ class LoggedMetric:
 @contextmanager
 def recorded_calls(module: nn.Module, calls: list[LoggedCall] | None) -> Generator[None]:
     """Put the calls of ``log`` and ``print`` of `module` into `calls`; None: drop them."""
-    modules = [*_modules_of(pl.LightningModule, module).items()]
     paths = {id(each): path for path, each in _metrics(module).items()}
-    # Instances may have methods of their own, which come back at the end.
-    before = [own_methods(each) for _, each in modules]
-    for path, each in modules:
-        vars(each).update({name: _recorder(path, name, calls, paths) for name in RECORDED_METHODS})
-    try:
+    recorders = [
+        (vars(each), name, _recorder(path, name, calls, paths))
+        for path, each in _modules_of(pl.LightningModule, module).items()
+        for name in RECORDED_METHODS
+    ]
+    with replaced_attributes(recorders):
         yield
-    finally:
-        for (_, each), own in zip(modules, before, strict=True):
-            restore_methods(each, own)
-
-
-def own_methods(module: nn.Module) -> dict[str, Any]:
-    """Return what `module` has on itself, not in its class, as ``log`` and ``print``."""
-    return {name: vars(module)[name] for name in RECORDED_METHODS if name in vars(module)}
-
-
-def restore_methods(module: nn.Module, own: Mapping[str, Any]) -> None:
-    """Give `module` the ``log`` and ``print`` of `own_methods` again."""
-    for name in RECORDED_METHODS:
-        vars(module).pop(name, None)
-    vars(module).update(own)
 
 
 def _recorder(
@@ -665,39 +712,33 @@ def cleared_before_backward(module: pl.LightningModule) -> frozenset[nn.Paramete
     )
 
 
-def loss_with_gradients(
-    value: Tensor,
-    gradients: Gradients,
-    *,
-    factor: float | None,
-    device: torch.device,
-    graph: Tensor | None = None,
-) -> Tensor:
-    """Return a loss of this `value`, whose backward adds `gradients` to those of the parameters.
+def with_gradients(
+    output: Any, gradients: Gradients, *, factor: float | None, device: torch.device
+) -> Any:
+    """Return `output` with a loss whose backward adds `gradients` to those of the parameters.
 
     Args:
-        value: of the loss; its graph is not used.
+        output: of a step; the graph of its loss is not used.
         gradients: emptied by backward, so that each is freed as soon as it is added.
         factor: multiplies them, beside the gradient of the loss (1 / accumulated batches, or a
             scaler's). None: they have their final scale, and replace what parameters have.
         device: of the loss.
-        graph: another loss whose graph backward goes on with, times `factor`.
     """
-    source = torch.zeros((), device=device, requires_grad=True) if graph is None else graph
+    source = torch.zeros((), device=device, requires_grad=True)
     loss: Tensor = _CarriedGradients.apply(  # type: ignore[no-untyped-call]
-        source, value.detach(), factor, gradients
+        source, loss_in(output).detach(), factor, gradients
     )
-    return loss
+    return with_loss(output, loss)
 
 
 class _CarriedGradients(torch.autograd.Function):
-    # The value of one tensor and the graph of another; see `loss_with_gradients`.
+    # A value with a graph of its own; see `with_gradients`.
 
     @staticmethod
     def forward(
         ctx: Any, source: Tensor, value: Tensor, factor: float | None, gradients: Gradients
     ) -> Tensor:
-        ctx.shape, ctx.factor, ctx.gradients = source.shape, factor, gradients
+        ctx.factor, ctx.gradients = factor, gradients
         return value.clone()
 
     @staticmethod
@@ -711,4 +752,4 @@ class _CarriedGradients(torch.autograd.Function):
                 continue
             found.mul_(scaled.to(found.dtype))
             parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
-        return scaled.reshape(ctx.shape), None, None, None
+        return scaled, None, None, None

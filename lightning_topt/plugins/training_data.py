@@ -65,14 +65,15 @@ class TrainingData:
         self._preemption = Preemption()
 
     @property
-    def _trainer(self) -> pl.Trainer:
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the fit."""
         assert self._strategy.lightning_module is not None
         return self._strategy.lightning_module.trainer
 
     @property
     def _progress(self) -> Any:
         # Lightning's count of the batches of training
-        return self._trainer.fit_loop.epoch_loop.batch_progress
+        return self.trainer.fit_loop.epoch_loop.batch_progress
 
     # ---- what loaders hand out -------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class TrainingData:
     @property
     def iterators(self) -> list[object]:
         """What Lightning reads the loaders of training through."""
-        combined = self._trainer.fit_loop._combined_loader
+        combined = self.trainer.fit_loop._combined_loader
         if combined is None or combined._iterator is None:
             return []
         return list(getattr(combined._iterator, "iterators", ()))
@@ -108,32 +109,28 @@ class TrainingData:
     @property
     def lengths(self) -> list[float] | None:
         """How many batches of this rank's loaders an epoch has; None if a position is unknown."""
-        combined = self._trainer.fit_loop._combined_loader
+        combined = self.trainer.fit_loop._combined_loader
         if combined is None or not _are_tracked(combined):
             return None
-        limits = combined.limits or [float("inf")] * len(combined.flattened)
-        return [
-            min(len(loader), limit)
-            for loader, limit in zip(combined.flattened, limits, strict=True)
-        ]
+        return _lengths(combined)
 
     @property
     def batches_of_window(self) -> int:
         """How many batches have gone into a window whose step is still to come."""
-        trainer, progress = self._trainer, self._progress
+        trainer, progress = self.trainer, self._progress
         if progress.is_last_batch or not trainer.lightning_module.automatic_optimization:
             return 0
         return int(progress.current.processed % trainer.accumulate_grad_batches)
 
     def behind(self) -> int:
         """Return how many of the batches that were handed out are not trained on."""
-        fetcher, trained = self._trainer.fit_loop._data_fetcher, self._progress.current.processed
+        fetcher, trained = self.trainer.fit_loop._data_fetcher, self._progress.current.processed
         fetched = trained if fetcher is None else fetcher.fetched
         return int(max(0, fetched - trained))
 
     def before_epoch(self) -> None:
         """Know the random states before loaders draw of them for a new epoch."""
-        if not self._trainer.training:
+        if not self.trainer.training:
             return
         place = self._progress.total.processed
         is_new = self._epoch is None or self._epoch[0] != place
@@ -213,7 +210,7 @@ class TrainingData:
 
     def begin(self) -> None:
         """Let a fit that is about to train go on where its checkpoint was. A collective call."""
-        loop, loaded = self._trainer.fit_loop, self._loaded
+        loop, loaded = self.trainer.fit_loop, self._loaded
         self._ended_before = None
         if loaded is not None:
             loop.setup_data()
@@ -224,13 +221,13 @@ class TrainingData:
             self._warn_of_division(combined)
             self._follow_fetches()
             self._preemption.begin(
-                self._trainer,
+                self.trainer,
                 may_stop=lambda: not self.batches_of_window,
                 asks_loaders=_are_tracked(combined),
             )
 
     def _resume(self, combined: CombinedLoader, loaded: dict[str, Any]) -> None:
-        loop = self._trainer.fit_loop
+        loop = self.trainer.fit_loop
         # The loaders may be older than the checkpoint's states: a hook of the user, or planning,
         # has asked for them when the fit was set up.
         loaders = combined.flattened
@@ -280,7 +277,7 @@ class TrainingData:
         for (loader, tracked), position in zip(_with_tracked(combined), positions, strict=True):
             if tracked and position is not None:
                 loader.go_to(position, stays_ended=combined._mode == "max_size")
-        _count_as_batches_of_now(self._trainer.fit_loop, combined)
+        _count_as_batches_of_now(self.trainer.fit_loop, combined)
         if not _unknown(combined):
             warnings.filterwarnings(
                 "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
@@ -289,7 +286,7 @@ class TrainingData:
     def _end_epoch_of_checkpoint(self) -> None:
         # Go on behind the last batch of an epoch. That epoch may have had fewer batches than one
         # has now, on more ranks or of another size
-        loop, progress = self._trainer.fit_loop, self._progress
+        loop, progress = self.trainer.fit_loop, self._progress
         if not loop.epoch_loop.restarted_on_train_batch_end:
             _set_batches(progress.current, loop.max_batches)  # hooks of its end are still to come
             return
@@ -303,7 +300,7 @@ class TrainingData:
 
     def _follow_fetches(self) -> None:
         # Know before each fetch in which epoch that is, and end there if a signal asks for it
-        loop = self._trainer.fit_loop
+        loop = self.trainer.fit_loop
         before_fetch = loop.epoch_loop._on_before_fetch
 
         def note_epoch() -> None:
@@ -321,14 +318,14 @@ class TrainingData:
         return bool(self._progress.is_last_batch or was not in (None, self._ended_epochs()))
 
     def _ended_epochs(self) -> int:
-        progress: Any = self._trainer.fit_loop.epoch_progress.total
+        progress: Any = self.trainer.fit_loop.epoch_progress.total
         return int(progress.processed)
 
     def _warn_of_division(self, combined: CombinedLoader) -> None:
         # Where ranks share a batch, a size that was divided by all ranks makes a smaller step
         ranks = self._strategy.world_size
         share = ranks // self._strategy.distributed_sampler_kwargs["num_replicas"]
-        size = getattr(self._trainer.datamodule, "hparams", {}).get("batch_size")  # type: ignore[attr-defined]
+        size = getattr(self.trainer.datamodule, "hparams", {}).get("batch_size")  # type: ignore[attr-defined]
         own = getattr(combined.flattened[0], "batch_size", None)
         if share > 1 and own and size == ranks * own:
             rank_zero_warn(
@@ -401,15 +398,20 @@ def _unknown(combined: CombinedLoader) -> list[Any]:
     ]
 
 
+def _lengths(combined: CombinedLoader) -> list[float]:
+    # The batches of each loader in an epoch; infinity where its position is not known
+    limits = combined.limits or [float("inf")] * len(combined.flattened)
+    return [
+        min(len(loader), limit) if tracked else float("inf")
+        for (loader, tracked), limit in zip(_with_tracked(combined), limits, strict=True)
+    ]
+
+
 def _count_as_batches_of_now(loop: Any, combined: CombinedLoader) -> None:
     # Let Lightning's count of batches say how many of the present size were trained on. So that as
     # many follow as are left, also where a batch of all ranks has another size than before the
     # checkpoint
-    limits = combined.limits or [float("inf")] * len(combined.flattened)
-    lengths = [
-        min(len(loader), limit) if tracked else float("inf")
-        for (loader, tracked), limit in zip(_with_tracked(combined), limits, strict=True)
-    ]
+    lengths = _lengths(combined)
     # the loader that the length of an epoch follows from
     length = min(lengths) if combined._mode == "min_size" else max(lengths)
     loader, tracked = _with_tracked(combined)[lengths.index(length)]

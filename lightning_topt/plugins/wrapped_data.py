@@ -21,9 +21,12 @@ class WrappedDataModule(pl.LightningDataModule):
     """Another DataModule as it is, but for its loaders.
 
     Attributes, hyper-parameters and state are those of `datamodule`; a subclass overrides what
-    gives loaders. What is set on it goes to `datamodule` where that has the attribute, as tuners do
-    with ``batch_size``. What belongs to a subclass itself is set before it calls this constructor.
+    gives loaders, or names those that are `_changed`. What is set on it goes to `datamodule` where
+    that has the attribute, as tuners do with ``batch_size``. What belongs to a subclass itself is
+    set before it calls this constructor.
     """
+
+    _changes: tuple[str, ...] = ()
 
     def __init__(self, datamodule: pl.LightningDataModule) -> None:
         super().__init__()
@@ -99,7 +102,8 @@ class WrappedDataModule(pl.LightningDataModule):
 
 def _delegated(name: str) -> Callable[..., Any]:
     def call(self: WrappedDataModule, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.datamodule, name)(*args, **kwargs)
+        given = getattr(self.datamodule, name)(*args, **kwargs)
+        return self._changed(given) if name in self._changes else given
 
     return call
 

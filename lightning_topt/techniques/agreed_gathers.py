@@ -30,9 +30,7 @@ all-reduce, unless a rank has used all that was reduced.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,7 +39,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -49,14 +46,12 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topt.communication.collectives import HostCopy, travel_device, values_of_group
-from lightning_topt.communication.rank_watch import PeerLostError, is_of_collective
+from lightning_topt.communication.rank_watch import is_of_collective, lost_peers
 from lightning_topt.graph.errors import PlanError
 
-ANSWER_SECONDS = 2.0  # that a rank waits, after an error, for others to say that they had come
 _WAY_OUT = "give the strategy find_unused_parameters=True"
 _GROUP_STATE = ("_training_state", "_sharded_state", "_all_gather_result", "reshard_after_backward")
 
-_made = itertools.count()  # plans are applied in the same order on all ranks
 _Call = tuple[int, ...]  # a block that is gathered, or (block, -1, parameters without gradients)
 
 
@@ -210,8 +205,7 @@ class AgreedGathers(CalledBlocks):
     def __init__(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
         super().__init__(names, group)
         self._number = torch.zeros(1, dtype=torch.int64)
-        self._count, self._round = len(self.names), 0
-        self._key = f"topt/gathers/{next(_made)}"  # in the store
+        self._count = len(self.names)
         # parameters with a gradient on this rank, and those whose gradient began as zeros here
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
@@ -275,27 +269,10 @@ class AgreedGathers(CalledBlocks):
         return least
 
     def _least(self, wish: int) -> int:
-        self._number[0], self._round = wish, self._round + 1
-        try:
+        self._number[0] = wish
+        with lost_peers(f"rank {dist.get_rank()} waits to {self._meaning(wish)} with all ranks"):
             dist.all_reduce(self._number, dist.ReduceOp.MIN, self.group)
-        except RuntimeError as error:
-            absent = ", ".join(f"rank {rank}" for rank in self._absent()) or "no rank"
-            raise PeerLostError(
-                f"{absent} did not come where rank {dist.get_rank()} waits to "
-                f"{self._meaning(wish)} with all ranks: {error}"
-            ) from error
         return int(self._number)
-
-    def _absent(self) -> list[int]:
-        # After an error, the ranks that have not come to this round
-        absent, deadline = self.ranks, time.monotonic() + ANSWER_SECONDS
-        with contextlib.suppress(RuntimeError):  # who hosts the store is gone
-            store, key = _get_default_store(), f"{self._key}/{self._round}"
-            store.set(f"{key}/{dist.get_rank()}", "")
-            while absent and time.monotonic() < deadline:
-                absent = [rank for rank in absent if not store.check([f"{key}/{rank}"])]
-                time.sleep(0.02)
-        return absent
 
     def _meaning(self, number: int) -> str:
         kind, place = divmod(number, self._count)

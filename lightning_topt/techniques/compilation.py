@@ -34,7 +34,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_topt.communication.collectives import synchronize
@@ -46,8 +45,15 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.graph.recording import list_modules
 from lightning_topt.graph.structures import map_tensors, tensors_in
+from lightning_topt.optim.update_rule import NoCollectives
 from lightning_topt.techniques.recomputation import RecomputedForward
-from lightning_topt.techniques.technique import Applied, BlockSeconds, ParallelModel, Technique
+from lightning_topt.techniques.technique import (
+    Applied,
+    BlockSeconds,
+    ParallelModel,
+    Technique,
+    restore_forward,
+)
 
 LEAST_GAIN = 1.03  # eager seconds over compiled ones, from which a block is compiled
 # of a process that has taken compiled code from the cache, and of each kind of blocks (CPUs, 2.13)
@@ -269,11 +275,7 @@ def compile_blocks(module: nn.Module, forms: Mapping[str, object]) -> None:
 def uncompile(module: nn.Module, kind: type[ReplacedForward] = CompiledForward) -> None:
     """Undo `compile_blocks` on all submodules; `ReplacedForward`: what the plan has moved, too."""
     for part in module.modules():
-        holder = _holder(part)
-        if isinstance(own := vars(holder).get("forward"), kind):
-            del holder.__dict__["forward"]
-            if getattr(holder, "forward", None) != own.forward:  # an attribute, of the user or ours
-                holder.forward = own.forward
+        restore_forward(_holder(part), kind)
 
 
 def _holder(block: nn.Module) -> Any:
@@ -426,7 +428,7 @@ class CallRecording:
             self._watch(name, module.get_submodule(name))
 
     def _watch(self, name: str, block: nn.Module) -> None:
-        had_own, forward = "forward" in vars(block), block.forward
+        forward = block.forward
 
         def look(gradient: Tensor) -> None:
             if torch.is_grad_enabled():  # in a backward pass: it makes a graph
@@ -443,14 +445,8 @@ class CallRecording:
                     self._undo.append(tensor.register_hook(look).remove)
             return made
 
-        def undo() -> None:
-            if had_own:
-                block.forward = forward
-            else:
-                del block.__dict__["forward"]
-
         block.forward = ReplacedForward(forward, run)
-        self._undo.append(undo)
+        self._undo.append(partial(restore_forward, block, ReplacedForward))
 
     def take(self) -> dict[str, BlockCall]:
         """Return the calls by block, without those refused; blocks are as they were again."""
@@ -523,7 +519,7 @@ def compare(
 def _compare(blocks: Sequence[nn.Module], call: BlockCall) -> Trial:
     # Time a block of equal `blocks`, and run the others, which must not compile anew
     eager = _Runner(blocks[0], call)
-    with _Alone():  # type: ignore[no-untyped-call]
+    with NoCollectives():  # type: ignore[no-untyped-call]
         expected = eager.results()
     start = perf_counter()
     compiled = _Runner(blocks[0], call, compiled=True)
@@ -553,20 +549,6 @@ def _compare(blocks: Sequence[nn.Module], call: BlockCall) -> Trial:
         if again.failure:
             return Trial(f"equal blocks do not share compiled code ({again.failure})")
     return trial
-
-
-class _Alone(TorchDispatchMode):
-    # Refuses collectives: other ranks take no part in a trial, which would wait for them
-
-    supports_higher_order_operators = True
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-            raise RuntimeError("it exchanges something with other ranks")
-        return func(*args, **(kwargs or {}))
 
 
 class _Runner:

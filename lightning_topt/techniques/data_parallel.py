@@ -71,9 +71,7 @@ class DataParallel(Technique):
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
-        yield from unsharded_gradient_lifetimes(step, block)
-        state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
-        yield step.phases.always("optimizer state", state)
+        yield from unsharded_lifetimes(step, block)
 
     @override
     def add_seconds(
@@ -122,8 +120,8 @@ class DataParallel(Technique):
         return Applied(no_sync=model.root.no_sync)
 
 
-def unsharded_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetime]:
-    """Yield unsharded parameters, gradients and the buckets of DDP."""
+def unsharded_lifetimes(step: TrainingStep, block: str, *, owners: int = 1) -> Iterator[Lifetime]:
+    """Yield unsharded parameters, gradients, the buckets of DDP, and state that `owners` share."""
     parameters, phases = step.parameters(block), step.phases
     gradients = sum(map(gradient_bytes, parameters))
     yield phases.always("parameters", sum(map(parameter_bytes, parameters)))
@@ -137,6 +135,8 @@ def unsharded_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lif
         yield from _loose_gradient_lifetimes(step, parameters)
     else:
         yield from _own_gradient_lifetimes(step, parameters)
+    state = sum(step.optimizer.state_bytes(p.name) for p in parameters)
+    yield phases.always("optimizer state", state / owners)
 
 
 def has_buckets(step: TrainingStep) -> bool:

@@ -8,12 +8,13 @@ there is little to hide, and more calls wait for one another (benchmarks/results
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _BUCKETS = 16
 # torch 2.13 `distributed.py`, `_BucketCapacityConfig`
 _SMALLEST_BUCKET, _TORCH_BUCKET = 1 << 20, 25 << 20
+_MESSAGE_BYTES = 250 << 20  # of a broadcast of buffers
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, an attribute of the module
 _BUCKET_ARGUMENTS = {"bucket_cap_mb", "bucket_cap_mb_list"}
 
@@ -80,6 +82,13 @@ def wrap_in_ddp(
     if options.hook is not None:
         ddp.register_comm_hook(options.hook_state, options.hook)
     return ddp
+
+
+def send_buffers(buffers: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give all ranks of `group` the buffers of its first one, as DDP does. A collective call."""
+    if sent := [buffer for buffer in buffers if buffer.numel()]:
+        ranks: Any = group or dist.group.WORLD
+        dist._broadcast_coalesced(ranks, sent, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -48,7 +48,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,6 +74,7 @@ from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.mapped_memory import empty_in_file, in_file, is_in_file
 from lightning_topt.optim.shard_step import as_dtensor, on_mesh
 from lightning_topt.techniques.agreed_gathers import AgreedGathers, CalledBlocks
+from lightning_topt.techniques.ddp_wrapper import send_buffers
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
@@ -267,9 +267,6 @@ def _within_groups(modules: Sequence[FSDPModule]) -> Generator[None]:
             module.set_requires_all_reduce(True, recurse=False)
 
 
-_MESSAGE_BYTES = 250 << 20  # DDP's
-
-
 class ShardedModule(nn.Module):
     """The root of a module without DDP; it gathers and releases the loose parameters.
 
@@ -315,11 +312,7 @@ class ShardedModule(nn.Module):
         ]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
-        if buffers:
-            dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                dist.distributed_c10d._get_default_group(), buffers, _MESSAGE_BYTES, 0
-            )
+        send_buffers(self.module.buffers())
         return self.module(*args, **kwargs)
 
 
@@ -347,7 +340,7 @@ class _Sharding:
             name for name, config in model.configs.items() if not has_unsharded_gradients(config)
         ]
         if ("" if "" in sharded else sharded[0]) in blocks:
-            self._shard_root(model, mesh, in_shards="" in blocks)
+            self._shard_root(model, mesh, filter(None, sharded), in_shards="" in blocks)
             self._hooks += _under_autocast(model, model.module)
         self.root = model.root
         self._rules = DTensorRules()
@@ -374,18 +367,16 @@ class _Sharding:
             hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._hooks.append(hook)
 
-    def _shard_root(self, model: ParallelModel, mesh: DeviceMesh, *, in_shards: bool) -> None:
-        # Put FSDP2 around the root; it shards the loose parameters if they are `in_shards`
+    def _shard_root(
+        self, model: ParallelModel, mesh: DeviceMesh, others: Iterable[str], *, in_shards: bool
+    ) -> None:
+        # Put FSDP2 around the root; it shards the loose parameters if they are `in_shards`. All
+        # `others` are sharded blocks
         if not isinstance(model.root, DistributedDataParallel):
             whole = model.parameters_where(has_unsharded_gradients).values()
             model.broadcast([*whole, *model.module.buffers()])
             model.root = ShardedModule(model.module)
         # FSDP2 changes the root and all modules outside of sharded blocks
-        others = [
-            name
-            for name, config in model.configs.items()
-            if name and not has_unsharded_gradients(config)
-        ]
         elsewhere = {
             submodule for name in others for submodule in model.module.get_submodule(name).modules()
         }

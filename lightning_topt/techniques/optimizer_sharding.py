@@ -39,7 +39,7 @@ from lightning_topt.optim.update_rule import (
     update_rule,
     updates_whole,
 )
-from lightning_topt.techniques.data_parallel import add_reduction, unsharded_gradient_lifetimes
+from lightning_topt.techniques.data_parallel import add_reduction, unsharded_lifetimes
 from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.technique import (
     Applied,
@@ -83,9 +83,7 @@ class OptimizerSharding(Technique):
     def lifetimes(
         self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours
     ) -> Iterator[Lifetime]:
-        yield from unsharded_gradient_lifetimes(step, block)
-        state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
-        yield step.phases.always("optimizer state", state / step.mesh.data_parallel_size)
+        yield from unsharded_lifetimes(step, block, owners=step.mesh.data_parallel_size)
 
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:

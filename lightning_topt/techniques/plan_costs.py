@@ -8,13 +8,13 @@ another beside the backward of earlier segments.
 
     step   sum of c + f_0 + what the plan adds,                 `PlanCosts.seconds`
            f_k = max(f_(k+1) - b_k, 0) + u_k
-    peak   max over phases of the sum of lifetimes              `PlanCosts.memory`
+    peak   max over phases of the sum of lifetimes              `explain`
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -248,14 +248,6 @@ class PlanCosts:
             self._known.updates[key] = *sizes, sent
         return self._known.updates[key]
 
-    def memory(self, configs: Configs) -> Array:
-        """Return the bytes of a plan in each phase (phase,)."""
-        total = self.step.phases.add_up(self.plan_lifetimes(configs))
-        beside = self.neighbours(configs)
-        for name, config in configs.items():
-            total += self.block_memory(name, config, beside[name])
-        return total
-
     # ---- seconds ---------------------------------------------------------------------------------
 
     def block_seconds(self, block: str, config: OpConfig) -> BlockSeconds:
@@ -435,31 +427,36 @@ class PlanBatch:
         """Seconds of a step (n,); see `PlanCosts.seconds`."""
         # c, b and u of every plan (n, 3, K)
         times = np.zeros((len(self.plans), 3, max(self.costs.step.segments.count, 1)))
-        known: dict[tuple[int, int], Array] = {}
-        for block, (name, legal) in enumerate(self.configs.items()):
-            key = self.costs.timed_alike[name], id(legal)
-            if key not in known:
-                known[key] = np.array([self.costs.block_times(name, config) for config in legal])
-            times[:, :, self.costs.span(name)] += known[key][self.plans[:, block]]
+        for name, of_block in self._by_block(self.costs.block_times):
+            times[:, :, self.costs.span(name)] += of_block
         return np.asarray(times[:, 0].sum(axis=1) + network_delay(times) + self._plan_seconds)
 
     @cached_property
     def compute_seconds(self) -> Array:
         """The part of `seconds` that is computation (n,)."""
+
+        def computed(name: str, config: OpConfig) -> float:
+            seconds = _block_seconds(self.costs, name, config)
+            return sum(seconds[kind] for kind in COMPUTATION)
+
         step = self.costs.step
         total = self._plan_seconds - step.sent_seconds - step.outer_seconds
+        for _, of_block in self._by_block(computed):
+            total += of_block
+        return np.asarray(total)
+
+    def _by_block(self, of: Callable[[str, OpConfig], Any]) -> Iterator[tuple[str, Array]]:
+        # Yield each block, and what `of` says of it in every plan (n, ...); equal blocks are equal
         known: dict[tuple[int, int], Array] = {}
         for block, (name, legal) in enumerate(self.configs.items()):
             key = self.costs.timed_alike[name], id(legal)
             if key not in known:
-                kinds = [_block_seconds(self.costs, name, config) for config in legal]
-                known[key] = np.array([sum(each[kind] for kind in COMPUTATION) for each in kinds])
-            total += known[key][self.plans[:, block]]
-        return np.asarray(total)
+                known[key] = np.array([of(name, config) for config in legal])
+            yield name, known[key][self.plans[:, block]]
 
     @cached_property
     def peak_bytes(self) -> Array:
-        """Bytes at the peak (n,); see `PlanCosts.memory`."""
+        """Bytes at the peak (n,)."""
         # what blocks share: total (n, phase)
         phases, costs = self.costs.step.phases, self.costs
         total = np.tile(phases.add_up(costs.shared_lifetimes()), (len(self.plans), 1))
@@ -485,10 +482,7 @@ class PlanBatch:
     @cached_property
     def _temporaries(self) -> Array:
         largest, together, sent = np.zeros((3, len(self.plans)))
-        for block, (name, legal) in enumerate(self.configs.items()):
-            sizes = np.array([self.costs.temporaries(name, config) for config in legal])[
-                self.plans[:, block]
-            ]
+        for _, sizes in self._by_block(self.costs.temporaries):
             largest = np.maximum(largest, sizes[:, 0])
             together = together + sizes[:, 1]
             sent = sent + sizes[:, 2]

@@ -20,7 +20,13 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.techniques.technique import Applied, BlockSeconds, ParallelModel, Technique
+from lightning_topt.techniques.technique import (
+    Applied,
+    BlockSeconds,
+    ParallelModel,
+    Technique,
+    restore_forward,
+)
 
 
 class Recomputation(Technique):
@@ -108,9 +114,4 @@ def apply_recomputation(module: nn.Module, blocks: Iterable[str], *, device: tor
 def remove_recomputation(module: nn.Module) -> None:
     """Undo `apply_recomputation` on all submodules."""
     for submodule in module.modules():
-        recomputed = submodule.__dict__.get("forward")
-        if isinstance(recomputed, RecomputedForward):
-            del submodule.__dict__["forward"]
-            # the user's own instance attribute was there before
-            if submodule.forward != recomputed.forward:
-                submodule.__dict__["forward"] = recomputed.forward
+        restore_forward(submodule, RecomputedForward)

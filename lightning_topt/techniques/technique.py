@@ -178,10 +178,12 @@ class ParallelModel:
             groups, kind, mesh=own, mesh_dim_names=("data_replicate", "data_shard")
         )
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(
+        self, tensors: Iterable[Tensor], *, among: dist.ProcessGroup | None = None
+    ) -> None:
         """Move `tensors` to the module's device, with the values of the first data rank.
 
-        A collective call.
+        `among`: with those of the first of these ranks. A collective call.
         """
         once = list({id(tensor): tensor for tensor in tensors if not tensor.is_meta}.values())
         with torch.no_grad():
@@ -190,7 +192,7 @@ class ParallelModel:
             # what is contiguous travels as it is, the rest (channels-last) through a copy
             sent = [(tensor, tensor.data.contiguous()) for tensor in once]
             # all start before the first is waited for
-            group = self.data_group
+            group = among or self.data_group
             for work in [
                 dist.broadcast(t, group=group, group_src=0, async_op=True) for _, t in sent
             ]:
@@ -486,6 +488,16 @@ class Technique(ABC):
 
         A collective call.
         """
+
+
+def restore_forward(holder: Any, kind: type[Any]) -> None:
+    """Give `holder` its forward again, where one of this `kind` is in its place on the instance."""
+    replaced = vars(holder).get("forward")
+    if isinstance(replaced, kind):
+        del holder.__dict__["forward"]
+        # an attribute of the user's, or of another technique, was there before
+        if getattr(holder, "forward", None) != replaced.forward:
+            holder.forward = replaced.forward
 
 
 def has_unsharded_gradients(config: OpConfig) -> bool:

@@ -30,7 +30,7 @@ from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
-from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
+from lightning_topt.techniques.technique import Applied, ParallelModel, Technique, restore_forward
 from lightning_topt.techniques.tensor_parallel.layout import (
     Layout,
     TensorAxes,
@@ -97,7 +97,8 @@ class TensorParallelism(Technique):
         # equal values on all ranks; in a pipeline they are already, and most are not here
         axes = TensorAxes.with_groups(model.mesh, make=model.own_group)
         if not model.mesh.pipeline_axes:
-            _take_over(model.module, model.device)
+            values = [*model.module.parameters(), *model.module.buffers()]
+            model.broadcast(values, among=dist.group.WORLD)
         if model.num_microbatches == 1:
             # along one axis they have a group already
             alike = axes.groups[0] if len(axes.groups) == 1 else None
@@ -135,7 +136,7 @@ class TensorParallelism(Technique):
             for hook in hooks:
                 hook.remove()
             for module in wrapped:
-                unwrap(module)
+                restore_forward(module, SplitForward)
             join_parameters(model.module, split)
 
         @contextmanager
@@ -187,14 +188,6 @@ def _local_shapes(
             check_split(name, tuple(whole[name].shape), along, axes)
             found[name] = Layout(tuple(whole[name].shape), along).local_shape(axes.sizes)
     return found
-
-
-@torch.no_grad()
-def _take_over(module: nn.Module, device: torch.device) -> None:
-    # Move parameters and buffers to the device, with rank 0's values
-    for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
-        tensor.data = tensor.data.to(device).contiguous()
-        dist.broadcast(tensor.data, 0)
 
 
 class SplitForward:
@@ -349,12 +342,3 @@ def _structure(
     return type(block), *(
         (own, local_shapes.get(full, tuple(parameter.shape))) for own, full, parameter in named
     )
-
-
-def unwrap(module: nn.Module) -> None:
-    """Restore the own forward of `module`."""
-    wrapped = module.__dict__.get("forward")
-    assert isinstance(wrapped, SplitForward), "another technique was not undone"
-    del module.__dict__["forward"]
-    if module.forward != wrapped.forward:  # the user's own instance attribute was there before
-        module.__dict__["forward"] = wrapped.forward

@@ -19,6 +19,7 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, _spaces, search_plans
 from lightning_topt.techniques.plan_costs import PlanBatch
 from tests.costs.graphs import cluster_of, profile_of, random_graph
+from tests.techniques.plan_memory import plan_memory
 
 EXCHANGES = (TopK(density=0.1), BF16(), Dense(hierarchical=True))
 
@@ -55,7 +56,7 @@ def every_plan(request: SearchRequest, count: int) -> np.ndarray:
                 block.name: config
                 for block, config in zip(request.graph.blocks, choice, strict=True)
             }
-            found.append((space.costs.seconds(configs), space.costs.memory(configs).max()))
+            found.append((space.costs.seconds(configs), plan_memory(space.costs, configs).max()))
     return np.array(found)
 
 
@@ -157,7 +158,8 @@ def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> No
             )
             for row, (seconds, size) in enumerate(zip(*chain.table.evaluate(rows), strict=True)):
                 plan = chain.batch(rows).configs_of(row)
-                assert size >= costs.memory(plan).max() - 10  # rounded to bytes, block by block
+                # rounded to bytes, block by block
+                assert size >= plan_memory(costs, plan).max() - 10
                 assert seconds == pytest.approx(costs.seconds(plan), abs=1e-6)
 
 

@@ -27,6 +27,7 @@ from lightning_topt.techniques.tensor_parallel.split_steps import (
     tensor_steps,
 )
 from tests.models import GPT
+from tests.techniques.plan_memory import plan_memory
 
 DEVICE = Device(
     "accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6
@@ -130,7 +131,9 @@ def test_microbatches_take_their_computation_and_share_the_rest(own_batches: Sea
         gradients = sum(p.numel * 4 for p in several.graph.parameters if p.trainable)
         # Gradients of the microbatches so far are added to those of one, which go into buckets as
         # they come.
-        added = second.memory(plan) - PlanCosts(replace(one, gradient_views=True)).memory(plan)
+        added = plan_memory(second, plan) - plan_memory(
+            PlanCosts(replace(one, gradient_views=True)), plan
+        )
         assert added[1:-1] == pytest.approx(gradients) and added[-1] == pytest.approx(
             gradients + several.joined_bytes
         )

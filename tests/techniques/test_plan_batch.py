@@ -14,6 +14,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.compilation import CODE_BYTES, COMPILER_BYTES
 from lightning_topt.techniques.plan_costs import PlanBatch, PlanCosts, explain
 from tests.costs.graphs import cluster_of, profile_of, random_graph
+from tests.techniques.plan_memory import plan_memory
 
 
 def any_plans(seed, *, count, blocks, alike=False, **profile):
@@ -38,7 +39,7 @@ def test_a_batch_costs_what_its_plans_do(seed, elementwise):
     for row in range(9):
         configs = batch.configs_of(row)
         assert batch.seconds[row] == pytest.approx(costs.seconds(configs), rel=1e-12)
-        assert batch.peak_bytes[row] == pytest.approx(costs.memory(configs).max(), rel=1e-12)
+        assert batch.peak_bytes[row] == pytest.approx(plan_memory(costs, configs).max(), rel=1e-12)
         compute = explain(costs, configs).compute_seconds
         assert batch.compute_seconds[row] == pytest.approx(compute, rel=1e-12)
 
@@ -64,7 +65,7 @@ def test_a_compiled_block_saves_its_share_and_keeps_its_bytes(seed):
         assert explain(costs, eager).compute_seconds - explain(
             costs, compiled
         ).compute_seconds == pytest.approx(saved, rel=1e-9)
-        more = costs.memory(compiled).max() - costs.memory(eager).max()
+        more = plan_memory(costs, compiled).max() - plan_memory(costs, eager).max()
         # above all else that there is; the compiler is there, too
         assert more == pytest.approx(1e7 + COMPILER_BYTES + CODE_BYTES, rel=0.01)
 
@@ -79,5 +80,7 @@ def test_what_is_known_of_a_block_holds_for_blocks_alike(seed):
         alone.step.__dict__["alike"] = {
             block.name: number for number, block in enumerate(costs.step.graph.blocks)
         }
-        np.testing.assert_allclose(costs.memory(configs), alone.memory(configs), rtol=1e-12)
+        np.testing.assert_allclose(
+            plan_memory(costs, configs), plan_memory(alone, configs), rtol=1e-12
+        )
         assert costs.seconds(configs) == pytest.approx(alone.seconds(configs), rel=1e-12)

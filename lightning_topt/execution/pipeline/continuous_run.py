@@ -61,6 +61,7 @@ from lightning_topt.execution.pipeline.p2p import (
     StageLinks,
     StageTraffic,
     ValueParcels,
+    spec_of,
 )
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.pipeline.stage_layout import (
@@ -70,7 +71,6 @@ from lightning_topt.execution.pipeline.stage_layout import (
     loss_of_step,
 )
 from lightning_topt.execution.pipeline.stage_weights import StageWeights, UpdatePattern
-from lightning_topt.graph.step_flow import LeafSpec
 from lightning_topt.schedules.schedules import lag_of
 from lightning_topt.weight_prediction.weights import unseen
 
@@ -140,7 +140,7 @@ class ContinuousRun:
         self._latest: BackwardResult | None = None
         # Norms of the stages' gradients to their power, as far as this stage knows them.
         self._powers = torch.zeros(self.num_stages, dtype=torch.float64, device=staged.device)
-        self._failed, self.is_drained = False, True
+        self.is_drained = True
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers: predict their weights by the plan's rule.
@@ -393,15 +393,10 @@ class ContinuousRun:
     @contextmanager
     def _fails_for_good(self) -> Generator[None]:
         # Drop all that is under way after an error, and refuse to go on
-        if self._failed:
-            raise RuntimeError(
-                "a step of this pipeline has failed, and its ranks are out of step: start the run "
-                "again"
-            )
+        self._staged.check_runs()
         try:
             yield
         except BaseException:
-            self._failed = True
             self._staged.abort()
             self._links.forget()
             self._passes.forget()
@@ -605,7 +600,7 @@ class SharedParameters:
             self._begun.add(minibatch)
             for first, parameters in sorted(self._followed.items()):
                 self._links.begin(
-                    "shared weights", first, minibatch, [_spec(p) for p in parameters]
+                    "shared weights", first, minibatch, [spec_of(p) for p in parameters]
                 )
 
     # ---- gradients, from the others to the first -------------------------------------------------
@@ -613,16 +608,14 @@ class SharedParameters:
     def send_gradients(self, minibatch: int) -> None:
         """Send this stage's part of an update's gradients to the stages that do it; keep none."""
         for first, parameters in sorted(self._followed.items()):
-            # Which gradients there are, (parameters,), and zeros in the place of the others.
-            there = torch.tensor([p.grad is not None for p in parameters])
-            self._links.send("shared flags", first, minibatch, [there])
+            # zeros in the place of those that are missing
             parts = [torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters]
             self._links.send(
                 "shared gradients",
                 first,
                 minibatch,
                 [part.detach() for part in parts],
-                [*map(_spec, parameters)],
+                [*map(spec_of, parameters)],
             )
             for parameter in parameters:
                 parameter.grad = None
@@ -631,20 +624,17 @@ class SharedParameters:
         """Begin to receive the part of the stage `other`, if that is not done yet."""
         if other in self._lent and (minibatch, other) not in self._begun_gradients:
             self._begun_gradients.add((minibatch, other))
-            parameters = self._lent[other]
-            there = LeafSpec((len(parameters),), (1,), torch.bool, requires_grad=False)
-            self._links.begin("shared flags", other, minibatch, [there])
-            self._links.begin("shared gradients", other, minibatch, [*map(_spec, parameters)])
+            specs = [*map(spec_of, self._lent[other])]
+            self._links.begin("shared gradients", other, minibatch, specs)
 
     @torch.no_grad()
     def add_gradients(self, minibatch: int) -> None:
         """Add the others' parts to the gradients here."""
         for other, parameters in sorted(self._lent.items()):
             self._begun_gradients.remove((minibatch, other))
-            (there,) = self._links.receive("shared flags", other, minibatch)
             parts = self._links.receive("shared gradients", other, minibatch)
-            for parameter, part, is_there in zip(parameters, parts, there.numpy(), strict=True):
-                if is_there:
+            for parameter, part in zip(parameters, parts, strict=True):
+                if parameter.requires_grad:
                     parameter.grad = (
                         part if parameter.grad is None else _dense(parameter.grad).add_(part)
                     )
@@ -653,10 +643,6 @@ class SharedParameters:
         """Make all copies equal, once the last update is done; `minibatch` is the next one."""
         self.send_weights(minibatch)
         self.receive_weights(minibatch)
-
-
-def _spec(tensor: Tensor) -> LeafSpec:
-    return LeafSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad=False)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -45,17 +45,10 @@ from lightning_topt.execution.pipeline.stage_layout import Crossings, Pair, Pipe
 from lightning_topt.graph.step_flow import LeafSpec, TensorRef
 
 LinkChannel = Literal[
-    "activations",
-    "gradients",
-    "values",
-    "heads",
-    "payloads",
-    "shared weights",
-    "shared gradients",
-    "shared flags",
+    "activations", "gradients", "values", "heads", "payloads", "shared weights", "shared gradients"
 ]
 # Channels in memory of the host, and their tags: not on the link.
-ON_HOST: Mapping[LinkChannel, int] = {"heads": 1, "payloads": 2, "shared flags": 3}
+ON_HOST: Mapping[LinkChannel, int] = {"heads": 1, "payloads": 2}
 UNKNOWN = -1.0  # power of a norm that nobody asked for; NaN is that of gradients which are NaN
 ROOM = 4096  # bytes of a payload's head, and of its elements, with every minibatch
 
@@ -100,7 +93,7 @@ class RankLinks:
         self.sends_wait = backend_of(device, groups.pipeline_group) != "gloo"  # in line
         # For what has no link; on gloo, which sends nothing but memory of the host.
         pipelines = groups.mesh.groups_along(groups.mesh.pipeline_axes)
-        self._rest, self._rest_device = groups.host_group, torch.device("cpu")
+        self._rest = groups.host_group
         # By pair: the group, and the other's rank in it. In an order that is the same on all ranks.
         self._ends: dict[Pair, tuple[dist.ProcessGroup, int]] = {}
         for pair in sorted(self.pairs):
@@ -123,14 +116,14 @@ class RankLinks:
     ) -> PendingTransfer:
         """Begin to receive a tensor like `spec`; with a `tag` into memory of the host."""
         # With the strides that the sender's tensor has: no copy on this side.
-        device = self._device_of((source, self.place), tag)
+        *_, device = self._end((source, self.place), source, tag)
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
         return self._receive_into(buffer, source, what, tag=tag)
 
     def _receive_into(
         self, buffer: Tensor, source: int, what: object, *, tag: int = 0
     ) -> PendingTransfer:
-        group, other = self._end((source, self.place), source, tag)
+        group, other, _ = self._end((source, self.place), source, tag)
         try:
             work = group.recv([_memory(buffer)], other, tag)
         except RuntimeError as error:
@@ -139,23 +132,21 @@ class RankLinks:
 
     def send(self, target: int, tensor: Tensor, what: object, *, tag: int = 0) -> PendingTransfer:
         """Begin to send a dense tensor; with a `tag` through memory of the host."""
-        group, other = self._end((self.place, target), target, tag)
+        group, other, device = self._end((self.place, target), target, tag)
         # as memory says: a conjugate may be a mark on the tensor alone
-        sent = _memory(tensor.resolve_conj().resolve_neg())
-        sent = sent.to(self._device_of((self.place, target), tag))
+        sent = _memory(tensor.resolve_conj().resolve_neg()).to(device)
         try:
             work = group.send([sent], other, tag)
         except RuntimeError as error:
             self._fail(target, what, error, is_receive=False)
         return PendingTransfer(work, sent, target, False, what)
 
-    def _end(self, pair: Pair, other: int, tag: int) -> tuple[dist.ProcessGroup, int]:
-        # A group with the `other` place of the pipeline, and its rank in the group
-        return (self._rest, other) if tag or pair not in self._ends else self._ends[pair]
-
-    def _device_of(self, pair: Pair, tag: int) -> torch.device:
-        # Where the tensors are that travel between the two
-        return self._rest_device if tag or pair not in self._ends else self._device
+    def _end(self, pair: Pair, other: int, tag: int) -> tuple[dist.ProcessGroup, int, torch.device]:
+        # A group with the `other` place of the pipeline, its rank in the group, and where the
+        # tensors are that travel between the two
+        if tag or pair not in self._ends:
+            return self._rest, other, torch.device("cpu")
+        return *self._ends[pair], self._device
 
     def wait(self, transfer: PendingTransfer, *, on_host: bool = False) -> Tensor:
         """Return the tensor once the transfer is over, on the device or where it came."""
@@ -342,7 +333,7 @@ class StageInputs:
         for source in range(self.links.stage):
             tensors = traffic.received.get(source, ())
             shapes = tuple(spec for _, spec in tensors)
-            norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
+            norms = [spec_of(powers)] if source == self.links.stage - 1 else []
             # This minibatch: what was begun ahead, or all of it, or the right shapes after it.
             expected = self._from[source] if self.has_begun else None
             if expected is None:
@@ -363,7 +354,7 @@ class StageInputs:
         if self.is_next_known and self._begun_ahead != minibatch:
             self._begun_ahead = minibatch
             for source, expected in self._from.items():
-                norms = [_spec_of_norms(powers)] if source == self.links.stage - 1 else []
+                norms = [spec_of(powers)] if source == self.links.stage - 1 else []
                 self.links.begin("activations", source, minibatch, [*expected, *norms])
 
     def send(
@@ -379,7 +370,7 @@ class StageInputs:
             tensors = traffic.sent.get(target, ())
             shapes = tuple(spec for _, spec in tensors)
             norms = [powers.clone()] if target == stage + 1 else []
-            specs = [_spec_of_norms(powers)] if norms else []
+            specs = [spec_of(powers)] if norms else []
             expected = self._to[target] if self.has_begun else None
             given = [made[ref] for ref, _ in tensors]
             # In one parcel, unless the receiver waits for other shapes.
@@ -398,7 +389,7 @@ class StageInputs:
     def end_ahead(self, minibatch: int, powers: Tensor) -> None:
         """Send what was begun ahead for `minibatch`, which does not come now; nobody reads it."""
         for target, expected in self._to.items() if self.is_next_known else ():
-            norms = [_spec_of_norms(powers)] if target == self.links.stage + 1 else []
+            norms = [spec_of(powers)] if target == self.links.stage + 1 else []
             unused = _unused([*expected, *norms], powers.device)
             self.links.send("activations", target, minibatch, unused)
 
@@ -556,8 +547,9 @@ def _with_gradients(tensors: Format) -> Format:
     return tuple((ref, spec) for ref, spec in tensors if spec.requires_grad)
 
 
-def _spec_of_norms(powers: Tensor) -> LeafSpec:
-    return LeafSpec((powers.numel(),), (1,), powers.dtype, requires_grad=False)
+def spec_of(tensor: Tensor) -> LeafSpec:
+    """Return what a tensor like this one looks like; no gradient travels back."""
+    return LeafSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad=False)
 
 
 def _spec_of_bytes(count: int) -> LeafSpec:

@@ -2,7 +2,7 @@
 
     run = PipelineRun(plan, module, groups=groups, device=device, example=Example(step, batch))
     run.follow(applied)                           # techniques, on the parameters that are kept
-    losses = run.run_step(microbatches, step)     # (n,), on every rank
+    losses = run.run_step(microbatches, step, weights=weights)     # (n,), on every rank
     run.clip_norm(parameters, 1.0)
     outputs = run.evaluate(batch, step)           # on all ranks of the pipeline
     run.release()                                 # every rank has all parameters again
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from lightning_topt.communication.collectives import State as ExchangeState
 from lightning_topt.communication.collectives import values_of_group
@@ -61,6 +61,7 @@ from lightning_topt.execution.pipeline.step_program import (
     share_losses,
 )
 from lightning_topt.execution.states import load_module_state, module_state
+from lightning_topt.optim.clipping import squared_norm
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.schedules import CONTINUOUS_SCHEDULES
 from lightning_topt.techniques.technique import Applied, AppliedTechniques, RunOptions
@@ -109,7 +110,7 @@ class PipelineRun:
             draw_alike(self.groups.pipeline_group)  # functional operators draw on every rank
         # Trace the example: it says which parameters each stage needs.
         names = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
-        order = RandomOrder(device) if self.lag_per_hop is None else OneStageOrder(device)
+        order = RandomOrder() if self.lag_per_hop is None else OneStageOrder()
         # An asynchronous run changes parameters between a microbatch's passes.
         shares_casts = self.lag_per_hop is None
         self.flows = StepFlows(module, names, device=device, order=order, shares_casts=shares_casts)
@@ -190,14 +191,14 @@ class PipelineRun:
     # ---- steps -----------------------------------------------------------------------------------
 
     def run_step(
-        self, microbatches: Sequence[object], step: Step, *, weights: Sequence[float] | None = None
+        self, microbatches: Sequence[object], step: Step, *, weights: Sequence[float]
     ) -> Tensor:
         """Run forward and backward of all microbatches; return the losses (n,), on every rank.
 
         Args:
             microbatches: n of them.
             step: returns the loss of a microbatch.
-            weights: of the losses in the sum that gradients are of; None: the mean.
+            weights: of the losses in the sum that gradients are of.
         """
         if self.lag_per_hop is not None:
             raise ValueError(
@@ -205,15 +206,14 @@ class PipelineRun:
                 "`engine.continuous.advance`"
             )
         count = len(microbatches)
-        factors = [1 / count] * count if weights is None else list(weights)
-        if len(factors) != count:
+        if len(weights) != count:
             raise ValueError(
-                f"weights are one for each of the {count} microbatches, got {len(factors)}"
+                f"weights are one for each of the {count} microbatches, got {len(weights)}"
             )
         flows = self.flows.of(step, microbatches)
         # The step of this rank: buffers as on the first data rank, actions, losses to all ranks.
         self.buffers.begin_step(flows)
-        results = self._run(microbatches, step, flows, factors=factors)
+        results = self._run(microbatches, step, flows, factors=weights)
         losses = torch.ones(count, device=self.device)  # (n,)
         for index, loss in results.items():
             losses[index] = loss.detach()
@@ -244,6 +244,14 @@ class PipelineRun:
         """
         assert self.is_drained(), "minibatches are in flight: drain the run first"
 
+    def check_runs(self) -> None:
+        """Raise RuntimeError after a step that has failed: no further one can be run."""
+        if self._failed:
+            raise RuntimeError(
+                "a step of this pipeline has failed, and its ranks are out of step: start the run "
+                "again"
+            )
+
     def _run(
         self,
         microbatches: Sequence[object],
@@ -254,11 +262,7 @@ class PipelineRun:
     ) -> dict[int, Any]:
         # Run this rank's actions; return the last stage's results by microbatch, elsewhere none.
         # Without `factors` of the losses there is no backward pass.
-        if self._failed:
-            raise RuntimeError(
-                "a step of this pipeline has failed, and its ranks are out of step: start the run "
-                "again"
-            )
+        self.check_runs()
         # the same on all ranks, so that each message that one sends another one awaits
         schedule = self._programs.schedule(len(microbatches), backward=factors is not None)
         program = self._programs.program(
@@ -517,14 +521,10 @@ class GradientExchange:
     def start(self) -> None:
         """Begin. A collective call of the group, as all methods are."""
         gradients = self._gradients()
-        # The mean: divide first, dtype by dtype.
-        if self._parts > 1:
-            by_kind: dict[torch.dtype, list[Tensor]] = {}
-            for gradient in gradients:
-                values = gradient._values() if gradient.is_sparse else gradient
-                by_kind.setdefault(gradient.dtype, []).append(values)
-            for alike in by_kind.values():
-                torch._foreach_mul_(alike, 1 / self._parts)
+        # The mean: divide first.
+        if self._parts > 1 and gradients:
+            values = [each._values() if each.is_sparse else each for each in gradients]
+            torch._foreach_mul_(values, 1 / self._parts)
         # Large gradients are reduced in place, small ones in one tensor of each dtype.
         small: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
@@ -615,7 +615,7 @@ class StageNorms:
         square = self._of_rank(given)
         dist.all_reduce(square, group=self.groups.pipeline_group)
         total = square**0.5
-        clip_grads_with_norm_([p for p in given if p.grad is not None], max_norm, total)
+        clip_grads_with_norm_(given, max_norm, total)
         return total
 
     @torch.no_grad()
@@ -638,32 +638,17 @@ class StageNorms:
         # This rank's norm is new, those of others are as they were sent.
         squares[own] = self._of_rank(given)
         total = (squares.sum() ** 0.5).to(torch.float32)
-        clip_grads_with_norm_([p for p in given if p.grad is not None], max_norm, total)
+        clip_grads_with_norm_(given, max_norm, total)
         return total, squares[own]
 
-    # the square of the norm of what this rank counts, in float32
     def _of_rank(self, parameters: Iterable[Tensor]) -> Tensor:
-        counted = [p for p in parameters if p.grad is not None and p not in self.counted_elsewhere]
-        by_slices: dict[int, list[Tensor]] = {}
-        for parameter in counted:
-            by_slices.setdefault(self.slices_of(parameter), []).append(parameter)
-        uncut = self._square(by_slices.pop(1, []))
-        if self.groups.tensor is None:
-            return uncut
-        # Slices are summed over the ranks of the tensor axes, each slice once: of so many slices
-        # several ranks hold the same.
-        ranks = dist.get_world_size(self.groups.tensor)
-        cut = torch.zeros((), device=self.device)
-        for count, alike in sorted(by_slices.items()):
-            cut = cut + self._square(alike) * count / ranks
-        dist.all_reduce(cut, group=self.groups.tensor)
-        return uncut + cut
-
-    def _square(self, parameters: Iterable[Tensor]) -> Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-        if not gradients:
-            return torch.zeros((), device=self.device)
-        return get_total_norm(gradients).to(self.device, torch.float32) ** 2
+        # the square of the norm of what this rank counts
+        return squared_norm(
+            (p for p in parameters if p not in self.counted_elsewhere),
+            device=self.device,
+            slices=self.slices_of,
+            group=self.groups.tensor,
+        )
 
 
 # ---- gradients by a method of the plan -----------------------------------------------------------

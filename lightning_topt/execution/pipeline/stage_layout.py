@@ -36,12 +36,12 @@ from lightning_topt.graph.flow_trace import trace_flow
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.step_flow import LeafSpec, StepFlow, TensorRef, assign_calls
 from lightning_topt.graph.structures import PLAIN, tensors_in
+from lightning_topt.techniques.ddp_wrapper import send_buffers
 
 Pair = tuple[int, int]  # of ranks: sender, receiver
 Step = Callable[[nn.Module, Any], Any]
 _KEPT = 64  # flows that are known; others are made again
 AT_ONCE = 8  # parameters that travel at the same time
-_BROADCAST_BYTES = 250 << 20  # of buffers in one broadcast, as under DDP
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StepFlows:
     ) -> None:
         self._module, self._device, self._shares_casts = module, device, shares_casts
         self._stages = [tuple(blocks) for blocks in stages]
-        self.order = RandomOrder(device) if order is None else order
+        self.order = RandomOrder() if order is None else order
         self.whole: Callable[[Any], Any] = lambda value: value
         self.unsharded: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._submodules = list(module.modules())
@@ -564,17 +564,13 @@ class StageBuffers:
         self.changed_by(flows)
         # Those of this rank's stages, from the first of its data ranks.
         if self._groups.data is not None and was_changed:
-            own = [
-                name
+            named = dict(self._module.named_buffers())
+            own = (
+                named[name]
                 for name, stage in sorted(self._written.items())
                 if self._layout.rank_of_stage[stage] == self._groups.rank
-            ]
-            named = dict(self._module.named_buffers())
-            if own:
-                buffers = [named[name] for name in own]
-                dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                    self._groups.data, buffers, _BROADCAST_BYTES, 0
-                )
+            )
+            send_buffers(own, self._groups.data)
 
     def changed_by(self, flows: Sequence[StageFlow]) -> None:
         """Remember which buffers steps with these flows change. No collective call."""

@@ -24,7 +24,6 @@ intercepted, random numbers, checks.
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +31,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -120,7 +118,7 @@ class StagePass:
         self.flow, self.stage_of_call = flow, tuple(stage_of_call)
         self._last = max(stage_of_call, default=0)
         self._stand_ins = StandIns(torch.device(device))
-        self._order = order if order is not None else RandomOrder(torch.device(device))
+        self._order = order if order is not None else RandomOrder()
         self._units = _intercepted(unit_modules(module, units), self._call)
         self._silenced = _silenced(
             module, lambda *_, **__: torch.zeros((), device=self._stand_ins.device)
@@ -160,10 +158,10 @@ class StagePass:
         is_last = stage_index == self._last
         attributes = self._units if is_last else [*self._units, *self._silenced]
         # Generators stand where this microbatch begins; the module's calls are intercepted.
-        with self._order.microbatch(microbatch_index, stage_index, on_host=self.flow.draws_on_host):
+        with self._order.microbatch(microbatch_index, stage_index):
             self._current, result = state, None
             try:
-                with _replaced(attributes):
+                with replaced_attributes(attributes):
                     result = self._whole(run())
                 if state.is_done:
                     raise CaptureError(
@@ -361,7 +359,7 @@ class StagePass:
         # Watch the calls of units that activation recomputation makes
         state.is_backward, self._current = True, state
         try:
-            with _replaced(self._units):
+            with replaced_attributes(self._units):
                 yield
         finally:
             self._current = None
@@ -545,8 +543,8 @@ class Received(torch.autograd.Function):
 
 
 @contextmanager
-def _replaced(attributes: Iterable[Attribute]) -> Iterator[None]:
-    # Set attributes of instances for the time of the context, and put back what was there
+def replaced_attributes(attributes: Iterable[Attribute]) -> Iterator[None]:
+    """Set attributes of instances for the time of the context, and put back what was there."""
     # In the reverse order at the end, so that a name that is set twice is put back.
     before: list[Attribute] = []
     try:
@@ -598,9 +596,8 @@ class RandomOrder:
     come in order.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._starts: list[Any] = []
+    def __init__(self) -> None:
+        self._starts: list[RandomStates] = []
         self._seen: set[tuple[int, int]] = set()
         self._given: Sequence[RandomStates] | None = None
         self._ends: dict[int, RandomStates] = {}
@@ -622,13 +619,8 @@ class RandomOrder:
             set_random_states(before)
 
     @contextmanager
-    def microbatch(
-        self, microbatch_index: int, stage_index: int, *, on_host: bool = False
-    ) -> Iterator[None]:
-        """Run a pass of a microbatch; the same one again begins another step.
-
-        `on_host`: care for Python's and NumPy's generators too.
-        """
+    def microbatch(self, microbatch_index: int, stage_index: int) -> Iterator[None]:
+        """Run a pass of a microbatch; the same one again begins another step."""
         if self._given is not None:
             set_random_states(self._given[microbatch_index])
             yield
@@ -642,33 +634,22 @@ class RandomOrder:
             f"microbatch {microbatch_index} runs before those in front of it"
         )
         # The first pass of a microbatch moves the generators on; later ones draw the same again.
-        # Bytes, (n,); Python's and NumPy's generators only where the step draws from them.
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        host = (random.getstate(), np.random.get_state()) if on_host else None
-        now = (torch.get_rng_state(), on_device, host)
+        now = random_states()
         if microbatch_index == len(self._starts):
             self._starts.append(now)
             yield
             return
         # A later stage of this rank: the same numbers again, and then on from where it was.
-        self._set(self._starts[microbatch_index])
+        set_random_states(self._starts[microbatch_index])
         try:
             yield
         finally:
-            self._set(now)
+            set_random_states(now)
 
     def begin_step(self) -> None:
         """Forget the microbatches of the last step."""
         self._starts.clear()
         self._seen.clear()
-
-    def _set(self, state: Any) -> None:
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self._device)
-        if state[2] is not None:
-            random.setstate(state[2][0])
-            np.random.set_state(state[2][1])
 
 
 class OneStageOrder(RandomOrder):
@@ -678,12 +659,10 @@ class OneStageOrder(RandomOrder):
     """
 
     @contextmanager
-    def microbatch(
-        self, microbatch_index: int, stage_index: int, *, on_host: bool = False
-    ) -> Iterator[None]:
+    def microbatch(self, microbatch_index: int, stage_index: int) -> Iterator[None]:
         """Run a forward pass of a minibatch."""
         if self._given is not None:
-            with super().microbatch(microbatch_index, stage_index, on_host=on_host):
+            with super().microbatch(microbatch_index, stage_index):
                 yield
             return
         yield

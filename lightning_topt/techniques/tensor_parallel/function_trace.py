@@ -28,6 +28,7 @@ from lightning_topt.graph.repetition import address_of
 from lightning_topt.graph.structures import tensors_in as tensors_anywhere
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
+    Arguments,
     is_in_place,
     replaced,
     tensors_in,
@@ -68,7 +69,7 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TracedCall:
+class TracedCall(Arguments):
     """One call of a torch function.
 
     Args:

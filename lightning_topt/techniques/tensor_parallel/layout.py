@@ -7,7 +7,6 @@ indices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -175,6 +174,16 @@ def pieces(placements: Sequence[Placement], sizes: Sequence[int]) -> dict[int, i
     return {dim: count for dim, (_, count) in found.items()}
 
 
+def divides_along(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]
+) -> bool:
+    """Return whether a tensor of this shape can be cut so."""
+    found = pieces(placements, sizes)
+    return found is not None and all(
+        shape[dim] and shape[dim] % count == 0 for dim, count in found.items()
+    )
+
+
 def local_shard(placements: Sequence[Placement], sizes: Sequence[int], axis: int) -> Shard:
     """Return the shard of `axis` with as many parts as the other axes leave of the dim."""
     own = placements[axis]
@@ -189,22 +198,15 @@ def local_shard(placements: Sequence[Placement], sizes: Sequence[int], axis: int
     return Shard(own.dim, parts)
 
 
-def own_slice(
-    whole: Tensor,
-    placements: Sequence[Placement],
-    *,
-    coordinates: Sequence[int],
-    sizes: Sequence[int],
-) -> Tensor:
-    """Return the slice of `whole` of the rank at `coordinates`; a view if no dim has parts."""
+def own_slice(whole: Tensor, placements: Sequence[Placement], axes: TensorAxes) -> Tensor:
+    """Return this rank's slice of `whole`; a view if no dim has parts."""
     # outer axes first, each on what those before it leave
-    now: list[Placement] = [REPLICATE] * len(sizes)
+    now: list[Placement] = [REPLICATE] * len(axes)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             now[axis] = placement
-            whole = cut(
-                whole, local_shard(now, sizes, axis), index=coordinates[axis], count=sizes[axis]
-            )
+            shard, count = local_shard(now, axes.sizes, axis), axes.sizes[axis]
+            whole = cut(whole, shard, index=axes.coordinates[axis], count=count)
     return whole
 
 
@@ -264,8 +266,3 @@ def joined(slices: Sequence[Tensor], shard: Shard) -> Tensor:
 def _in_parts(tensor: Tensor, shard: Shard) -> Tensor:
     parts: Tensor = tensor.unflatten(shard.dim, (shard.parts, -1))
     return parts
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Return the number of elements."""
-    return math.prod(shape)

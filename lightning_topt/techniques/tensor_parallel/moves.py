@@ -208,6 +208,16 @@ def move(
     return tensor
 
 
+def unsharded(tensor: Tensor, source: Sequence[Placement], axes: TensorAxes) -> Tensor:
+    """Return the full tensor of the slices at `source`, for the same use on every rank."""
+    return move(tensor, source, (REPLICATE,) * len(axes), (False,) * len(axes), axes)
+
+
+def sliced(tensor: Tensor, target: Sequence[Placement], axes: TensorAxes) -> Tensor:
+    """Return this rank's slice at `target` of a full tensor."""
+    return move(tensor, (REPLICATE,) * len(axes), target, (False,) * len(axes), axes)
+
+
 def bias_for(
     bias: Tensor,
     summed: Sequence[Placement],

@@ -23,9 +23,9 @@ from functools import cached_property
 
 from lightning_topt.graph.errors import PlanError
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import OpConfig, Placement, Placements, Replicate, Shard
+from lightning_topt.graph.op_config import OpConfig, Placement, Placements, Shard
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, pieces
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, divides_along
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.shapes import carried
 
@@ -228,8 +228,7 @@ def _that_fit(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) 
     kept: list[Placement] = [REPLICATE] * len(sizes)
     for axis, placement in enumerate(placed):
         kept[axis] = placement
-        found = pieces(kept, sizes)
-        if found is None or any(shape[dim] % count for dim, count in found.items()):
+        if not divides_along(shape, kept, sizes):
             kept[axis] = REPLICATE
     return tuple(kept)
 
@@ -247,8 +246,7 @@ def _gathered(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) 
         ]
         parts = math.prod([each.parts * size for each, size in inner if each.dim == dim])
         slices = Shard(dim, parts)
-        found = pieces((slices, *placed), sizes)
-        if found is not None and all(shape[d] % count == 0 for d, count in found.items()):
+        if divides_along(shape, (slices, *placed), sizes):
             return slices
     return REPLICATE
 
@@ -268,7 +266,10 @@ def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placemen
     without = range(count - 2, count) if count > 1 else [None]
     for dims in choices:
         rows = tuple(map(Shard, dims))
-        if all(_divide(lead, rows, sizes, axis) for axis in without):
+        placed = (
+            [REPLICATE if i == axis else each for i, each in enumerate(rows)] for axis in without
+        )
+        if all(divides_along(lead, each, sizes) for each in placed):
             return rows
     cut = " or ".join(sorted({str(dim) for dims in choices for dim in dims}))
     raise ValueError(
@@ -277,14 +278,6 @@ def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placemen
         "(samples are dim 0, the steps of a sequence dim 1), another number of ranks, or "
         "plan='tensor'"
     )
-
-
-def _divide(
-    lead: tuple[int, ...], rows: Placements, sizes: Sequence[int], without: int | None
-) -> bool:
-    placed = [REPLICATE if axis == without else each for axis, each in enumerate(rows)]
-    found = pieces(placed, sizes)
-    return found is not None and all(lead[dim] % count == 0 for dim, count in found.items())
 
 
 # ---- rules of blocks -----------------------------------------------------------------------------
@@ -433,16 +426,6 @@ def rest_of(
     return rest if divides_along(shape, after, sizes) else REPLICATE
 
 
-def divides_along(
-    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]
-) -> bool:
-    """Return whether a tensor of this shape can be cut so."""
-    found = pieces(placements, sizes)
-    return found is not None and all(
-        shape[dim] and shape[dim] % count == 0 for dim, count in found.items()
-    )
-
-
 def at_border(
     rule: BlockRule, wanted: Sequence[Placements], index: int, shape: tuple[int, ...], *,
     names: Sequence[str], sizes: Sequence[int],
@@ -452,18 +435,12 @@ def at_border(
     Raises:
         ValueError: it lacks a dim that is to be split; names block, tensor and axis
     """
-    placed: list[Placement] = [REPLICATE] * len(sizes)
-    for axis, placement in enumerate(wanted[index] if index < len(wanted) else ()):
-        if not isinstance(placement, Shard):
-            continue
-        if placement.dim >= len(shape):
+    placed = wanted[index] if index < len(wanted) else ()
+    for axis, placement in enumerate(placed):
+        if isinstance(placement, Shard) and placement.dim >= len(shape):
             side = "input" if wanted is rule.inputs else "output"
             raise ValueError(
                 f"{side} {index} of block {rule.block!r} has the shape {shape}, and the plan "
                 f"splits its dim {placement.dim} along axis {names[axis]!r}; correct the plan"
             )
-        placed[axis] = placement
-        # one axis after another: those that divide stay
-        if not divides_along(shape, placed, sizes):
-            placed[axis] = Replicate()
-    return tuple(placed)
+    return _that_fit(placed, shape, sizes)

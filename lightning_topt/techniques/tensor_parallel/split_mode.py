@@ -226,10 +226,7 @@ class SplitMode(PythonFunctionMode):
         result = self._placed(prepared, self._run(prepared, args, kwargs, tensors, local), local)
         if prepared.decision.writes_back:
             # The slice of what the unsharded tensor became in place goes into the split one.
-            everywhere, target = self._whole.placements, prepared.sources[0]
-            tensors[0].copy_(
-                moves.move(local[0], everywhere, target, (False,) * len(everywhere), self.axes)
-            )
+            tensors[0].copy_(moves.sliced(local[0], prepared.sources[0], self.axes))
             return None if prepared.call.func is Tensor.__setitem__ else tensors[0]
         if func in ALIASES and local:
             note_copies(tensors, local, result)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,31 +41,24 @@ from lightning_topt.techniques.tensor_parallel.split_layouts import (
 )
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
-from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_prices import BlockSplit, SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import (
     ModelRegions,
-    ModelSplit,
     Point,
     choose_totals,
     model_split,
     search_totals,
 )
 
-
-class Captured(NamedTuple):
-    """Graphs of split steps by ranks and placements, and why some have none."""
-
-    graphs: Mapping[Any, OpGraph | None]
-    refusals: Mapping[Any, str]
+# steps on slices by axes, placements and rules: their graphs, or why there is none
+Captured = dict[Any, OpGraph | str]
 
 
 @dataclass
 class _SplitCache:
     # What a `SplitModel` has worked out so far. Keys by `id` keep their objects in the value.
 
-    # captures by axes, placements and rules
-    graphs: dict[Any, OpGraph | None] = field(default_factory=dict)
-    refusals: dict[Any, str] = field(default_factory=dict)
+    captured: Captured = field(default_factory=dict)
     # searches by prices
     prices: list[SplitPrices] = field(default_factory=list)
     totals: dict[int, tuple[SplitPrices, list[Point]]] = field(default_factory=dict)
@@ -97,7 +90,7 @@ class SplitModel:
             self._known.totals[id(prices)] = prices, search_totals(self._regions, prices)
         return self._known.totals[id(prices)][1]
 
-    def candidates(self, prices: SplitPrices) -> list[ModelSplit]:
+    def candidates(self, prices: SplitPrices) -> list[BlockSplit]:
         """Return the few splits of the Pareto set that are tried, see `choose_totals`."""
         return [model_split(self._regions, total) for total in choose_totals(self._totals(prices))]
 
@@ -135,17 +128,17 @@ class SplitModel:
         None if the step cannot be captured.
         """
         key = (tuple(along), frozenset(layout.placements.items()), frozenset(layout.rules.items()))
-        if key not in self._known.graphs:
+        if key not in self.captured:
             axes = TensorAxes.of_mesh(Mesh(tuple(along)), rank=0)
             try:
                 graph = self.capture_split(layout.placements, axes, layout.rules)
-                self._known.graphs[key] = graph
+                self.captured[key] = graph
             except ValueError as error:  # code that cannot run on slices
-                self._known.graphs[key] = None
                 # without the advice to plan nothing
                 reason = str(error).replace(WAY_OUT, "").strip().removesuffix(".")
-                self._known.refusals[key] = reason
-        return self._known.graphs[key]
+                self.captured[key] = reason
+        found = self.captured[key]
+        return found if isinstance(found, OpGraph) else None
 
     def capture_split(
         self,
@@ -219,8 +212,8 @@ class SplitModel:
         return [
             *dict.fromkeys(
                 why
-                for (of, *_), why in self._known.refusals.items()
-                if math.prod(axis.size for axis in of) == ranks
+                for (of, *_), why in self.captured.items()
+                if isinstance(why, str) and math.prod(axis.size for axis in of) == ranks
             )
         ]
 
@@ -232,8 +225,8 @@ class SplitModel:
         # a step was captured: then nothing is wrong
         sizes = (
             math.prod(axis.size for axis in along)
-            for (along, *_), graph in self._known.graphs.items()
-            if graph is not None
+            for (along, *_), graph in self.captured.items()
+            if isinstance(graph, OpGraph)
         )
         if (found := self.refusals(ranks)) or ranks in sizes:
             return "; ".join(found)
@@ -253,16 +246,8 @@ class SplitModel:
 
     @property
     def captured(self) -> Captured:
-        """All that `local_graph` captured, and why it did not.
-
-        Another process can go on with it, see `take_over`.
-        """
-        return Captured(self._known.graphs, self._known.refusals)
-
-    def take_over(self, captured: Captured) -> None:
-        """Do not capture again what another process has captured."""
-        self._known.graphs.update(captured.graphs)
-        self._known.refusals.update(captured.refusals)
+        """All that `local_graph` captured; what another process has captured is added to it."""
+        return self._known.captured
 
     def layout(self, name: str, prices: SplitPrices, along: Sequence[Axis]) -> SplitLayout:
         """Return the layout of this `name` (`LAYOUTS`), the one with the least state.

@@ -42,23 +42,12 @@ class SplitTensor:
 
     def own(self, whole: Tensor) -> Tensor:
         """Return this rank's slice of `whole`, in memory of its own."""
-        axes = self.axes
-        own = own_slice(
-            whole, self.layout.placements, coordinates=axes.coordinates, sizes=axes.sizes
-        )
+        own = own_slice(whole, self.layout.placements, self.axes)
         return own.clone(memory_format=torch.contiguous_format)
 
     def whole(self, local: Tensor) -> Tensor:
         """Return the full tensor of all slices, on every rank. A collective call."""
-        # gather from the inside out
-        now = [*self.layout.placements]
-        for axis in reversed(range(len(self.axes))):
-            if isinstance(now[axis], Shard):
-                local = moves.all_gather(
-                    local, local_shard(now, self.axes.sizes, axis), self.axes, axis
-                )
-                now[axis] = REPLICATE
-        return local
+        return moves.unsharded(local.detach(), self.layout.placements, self.axes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:

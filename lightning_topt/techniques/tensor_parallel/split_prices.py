@@ -32,11 +32,14 @@ from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     call_of,
     decide,
 )
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """Placements of a block's split parameters by name, and what a step of it takes on one rank.
+    """Placements of split parameters by name, and what a step takes on one rank.
+
+    Of a block, or of all blocks together.
 
     Args:
         placements: of parameters that are split
@@ -49,6 +52,11 @@ class BlockSplit:
     seconds: float
     state_bytes: float
     activation_bytes: float
+
+    @property
+    def layout(self) -> SplitLayout:
+        """The placements along the one axis, with the tensors between layers unsharded."""
+        return SplitLayout({name: (each,) for name, each in self.placements.items()}, {})
 
 
 def stays_whole(call: TracedCall, outcome: CallOutcome, whole: Collection[int]) -> bool:
@@ -319,22 +327,17 @@ def _norm(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
 
 def _dropout(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
     # Ranks draw the numbers of the full tensor: they are made, dropped, and a slice is copied
-    p, training = given(call, 1, "p", 0.5), given(call, 2, "training", True)
+    p, training = call.get(1, "p", 0.5), call.get(2, "training", True)
     is_split = isinstance(inputs[0], Shard) and training and p
     return [], 3.0 * call.outputs[0].nbytes if is_split else 0.0
 
 
 def _attention(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
     # With dropout the scores are made step by step, and the numbers of all of them are drawn
-    if not isinstance(inputs[0], Shard) or not given(call, 4, "dropout_p", 0.0):
+    if not isinstance(inputs[0], Shard) or not call.get(4, "dropout_p", 0.0):
         return [], 0.0
     query, key = call.inputs[:2]
     return [], 5.0 * math.prod(query.shape[:-1]) * key.shape[-2] * query.dtype.itemsize
-
-
-def given(call: TracedCall, position: int, name: str, default: object) -> Any:
-    """Return the argument given by position or by name."""
-    return call.args[position] if position < len(call.args) else call.kwargs.get(name, default)
 
 
 # What kinds with a `run` of their own add if they are split, by the name of the kind: collectives,

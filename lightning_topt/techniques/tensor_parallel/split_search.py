@@ -32,7 +32,6 @@ from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.op_rules import KINDS
 from lightning_topt.techniques.tensor_parallel.op_rules.reductions import NORM
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import Argument, call_of
-from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_prices import (
     BlockSplit,
     CallOutcome,
@@ -41,24 +40,6 @@ from lightning_topt.techniques.tensor_parallel.split_prices import (
 )
 
 _CLOSE = 0.02
-
-
-@dataclass(frozen=True)
-class ModelSplit:
-    """A split of a model along a tensor axis, and what a step of it takes on one rank.
-
-    `placements` has the parameters that are split, by full name; bytes are as in `BlockSplit`.
-    """
-
-    placements: Mapping[str, Placement]
-    seconds: float
-    state_bytes: float
-    activation_bytes: float
-
-    @property
-    def layout(self) -> SplitLayout:
-        """The same along the one axis, with the tensors between layers unsharded."""
-        return SplitLayout({name: (each,) for name, each in self.placements.items()}, {})
 
 
 def search_totals(regions: ModelRegions, prices: SplitPrices) -> list[Point]:
@@ -77,7 +58,7 @@ def search_totals(regions: ModelRegions, prices: SplitPrices) -> list[Point]:
     return totals
 
 
-def model_split(regions: ModelRegions, total: Point) -> ModelSplit:
+def model_split(regions: ModelRegions, total: Point) -> BlockSplit:
     """Return the split of all blocks that `total` has chosen."""
     placements: dict[str, Placement] = {}
     for region, split in zip(regions.all, total.chosen, strict=True):
@@ -87,7 +68,7 @@ def model_split(regions: ModelRegions, total: Point) -> ModelSplit:
             placements |= {
                 f"{block}{name.removeprefix(region[0])}": placement for name, placement in own
             }
-    return ModelSplit(placements, *total[:3])
+    return BlockSplit(placements, *total[:3])
 
 
 def choose_totals(totals: Sequence[Point]) -> list[Point]:
@@ -113,10 +94,7 @@ def choose_totals(totals: Sequence[Point]) -> list[Point]:
 
 
 def _is_close(split: Point, other: Point) -> bool:
-    pairs = (
-        (getattr(split, name), getattr(other, name))
-        for name in ("seconds", "state_bytes", "activation_bytes")
-    )
+    pairs = zip(split[:3], other[:3], strict=True)
     return all(abs(a - b) <= _CLOSE * max(a, b) for a, b in pairs)
 
 

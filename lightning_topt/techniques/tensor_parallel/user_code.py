@@ -46,7 +46,6 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     Layout,
     TensorAxes,
     layout_of,
-    numel,
     with_layout,
 )
 from lightning_topt.techniques.tensor_parallel.op_rules.rules import tensors_in
@@ -72,9 +71,9 @@ _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checke
 ATTRIBUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     _TENSOR.shape.__get__: _shape,
     torch.Tensor.size: _size,
-    torch.Tensor.numel: lambda tensor: numel(_shape(tensor)),
-    torch.Tensor.nelement: lambda tensor: numel(_shape(tensor)),
-    torch.numel: lambda tensor: numel(_shape(tensor)),
+    torch.Tensor.numel: lambda tensor: _shape(tensor).numel(),
+    torch.Tensor.nelement: lambda tensor: _shape(tensor).numel(),
+    torch.numel: lambda tensor: _shape(tensor).numel(),
     torch.Tensor.__len__: lambda tensor: _shape(tensor)[0],
     _TENSOR.grad.__get__: _gradient,
 }
@@ -174,16 +173,15 @@ Hook = Callable[[Tensor], Tensor | None]
 
 def hook_of_slices(hook: Hook, layout: Layout, axes: TensorAxes) -> Hook:
     """Return a hook for the gradient of a split tensor that gives `hook` the full one."""
-    whole, same = (REPLICATE,) * len(axes), (False,) * len(axes)
 
     def run(gradient: Tensor) -> Tensor | None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            full = moves.move(gradient, layout.placements, whole, same, axes)
+            full = moves.unsharded(gradient, layout.placements, axes)
         changed = hook(full)
         if changed is None:
             return None
         with torch._C.DisableTorchFunction():
-            return moves.move(changed, whole, layout.placements, same, axes)
+            return moves.sliced(changed, layout.placements, axes)
 
     return run
 

@@ -80,7 +80,7 @@ def run_stages(
         name for name, _ in module.named_parameters()
     }  # what no stage needs is NaN in all of them
     rank_of = list(ranks or range(len(stages)))
-    orders = {rank: RandomOrder(torch.device("cpu")) for rank in rank_of}
+    orders = {rank: RandomOrder() for rank in rank_of}
     passes = {
         rank: StagePass(module, flow, assigned, units=units, order=order)
         for rank, order in orders.items()

@@ -127,7 +127,7 @@ def test_uneven_microbatches_draw_in_one_order():
     sizes = [batch_for(module, 3), batch_for(module, 1), batch_for(module, 3)]
     plain = run_plain(module, sizes)
     units = [block for stage in GPT_STAGES for block in stage]
-    order, losses = RandomOrder(torch.device("cpu")), []
+    order, losses = RandomOrder(), []
     flows = [trace_flow(module, call_training_step, batch, units=units) for batch in sizes]
     passes = [
         StagePass(module, flow, assign_calls(flow, GPT_STAGES), units=units, order=order)

@@ -191,5 +191,5 @@ def test_a_block_that_is_split_otherwise_is_captured_itself(
     short = model.local_graph(changed, along)
     assert model._stacks
     model.__dict__["_stacks"] = ()
-    model._known.graphs.clear()
+    model.captured.clear()
     assert model.local_graph(changed, along) == short is not None

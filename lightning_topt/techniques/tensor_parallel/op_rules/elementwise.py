@@ -22,7 +22,6 @@ from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     Operand,
     Placed,
     Row,
-    divides,
     named,
     register,
 )
@@ -35,14 +34,13 @@ def elementwise_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     # dims counted from the end match; those of size 1, or missing, are broadcast
     shape = broadcast(call.operands)
     for dim, size in enumerate(shape):
-        for parts in call.parts if divides(size, ranks) else ():
+        for parts in call.parts_of(size, ranks):
             placed: dict[Operand, Placement] = {}
             for operand in call.operands:
                 own = dim - (len(shape) - len(operand.shape))
                 if own >= 0 and operand.shape[own] == size:
                     placed[operand] = Shard(own, parts)
-            if divides(size, ranks, parts):
-                yield call.row(placed, Shard(dim, parts))
+            yield call.row(placed, Shard(dim, parts))
 
 
 def broadcast(operands: Sequence[Operand]) -> torch.Size:
@@ -59,9 +57,8 @@ def _like_rows(call: OpCall, ranks: int) -> Iterator[Row]:
         yield call.row({x: kept}, kept)
         for other in others:
             for dim, size in enumerate(other.shape):
-                for parts in call.parts if divides(size, ranks) else ():
-                    if divides(size, ranks, parts):
-                        yield call.row({x: kept, other: Shard(dim, parts)}, kept)
+                for parts in call.parts_of(size, ranks):
+                    yield call.row({x: kept, other: Shard(dim, parts)}, kept)
 
 
 _UNARY = (
@@ -139,7 +136,7 @@ def _dropout(placed: Placed) -> Tensor:
 
 def _drawn(placed: Placed) -> Tensor:
     # This rank's slice of as many numbers as the full tensor has
-    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
+    x: Tensor = placed.get(0, "input")
     kwargs = {name: value for name, value in placed.kwargs.items() if name != "input"}
     whole = placed.call.func(empty_as(x, placed.inputs[0].shape), *placed.args[1:], **kwargs)
     own = placed.cut_like(whole, 0)

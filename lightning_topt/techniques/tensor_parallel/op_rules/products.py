@@ -34,7 +34,6 @@ from lightning_topt.techniques.tensor_parallel.op_rules.rules import (
     divides,
     named,
     register,
-    with_argument,
 )
 
 
@@ -59,10 +58,8 @@ def _affine(
     # column, row and tokens, with every number of parts
     for parts in call.parts:
         if divides(weight.shape[outputs_dim], ranks, parts):
-            placed: dict[Operand, Placement] = {weight: Shard(outputs_dim, parts)}
-            yield call.row(
-                placed if bias is None else {**placed, bias: Shard(0, parts)}, Shard(last, parts)
-            )
+            placed = {weight: Shard(outputs_dim, parts), bias: Shard(0, parts)}
+            yield call.row(placed, Shard(last, parts))
         if divides(weight.shape[inputs_dim], ranks, parts):
             yield call.row(
                 {x: Shard(last, parts), weight: Shard(inputs_dim, parts)}, PARTIAL, added=bias
@@ -87,14 +84,13 @@ def _matmul(call: OpCall, ranks: int) -> Iterator[Row]:
     dims = [[*range(ndim - len(operand.shape), ndim)] for operand in call.operands]
     # batch dims, which may be broadcast
     for dim, size in enumerate(batch):
-        for parts in call.parts if divides(size, ranks) else ():
+        for parts in call.parts_of(size, ranks):
             placed: dict[Operand, Placement] = {
                 operand: Shard(dim - own[0], parts)
                 for operand, own in zip(call.operands, dims, strict=True)
                 if dim in own and operand.shape[dim - own[0]] == size
             }
-            if divides(size, ranks, parts):
-                yield call.row(placed, Shard(dim, parts))
+            yield call.row(placed, Shard(dim, parts))
     # matrix dims; the inner one is summed
     rows, inner, columns = len(left.shape) - 2, len(left.shape) - 1, len(right.shape) - 1
     for parts in call.parts:
@@ -121,14 +117,13 @@ def _grouped(call: OpCall, ranks: int) -> Iterator[Row]:
         yield call.row({weight: Shard(0)}, PARTIAL)
 
 
-def _run_grouped(placed: Placed) -> Tensor:
+def _run_grouped(placed: Placed) -> Any:
     # Treat the tokens of this rank's experts; `offs` say where those of an expert end
     tokens, weight, *rest = placed.args
     ends: Tensor = rest[0] if rest else placed.kwargs["offs"]
     first, count = placed.place_along(1, 0)
     if count == placed.inputs[1].shape[0]:
-        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
-        return result
+        return placed.called()
     # tokens are sorted: those of the own experts are one range, and the others stay zero
     start, end = int(ends[first - 1]) if first else 0, int(ends[first + count - 1])
     own = placed.call.func(tokens[start:end], weight, offs=ends[first : first + count] - start)
@@ -224,20 +219,15 @@ def _convolution_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     channels, groups = len(x.shape) - space - 1, call.get(6, "groups", 1)
     # groups: each has its own channels
     if groups > 1:
-        placed: dict[Operand, Placement] = (
-            {weight: Shard(0)} if bias is None else {weight: Shard(0), bias: Shard(0)}
-        )
         if divides(groups, ranks):
-            yield call.row({x: Shard(channels), **placed}, Shard(channels))
+            placed = {x: Shard(channels), weight: Shard(0), bias: Shard(0)}
+            yield call.row(placed, Shard(channels))
     else:
         outputs, inputs = (1, 0) if "transpose" in call.func.__name__ else (0, 1)
         for parts in call.parts:
             if divides(weight.shape[outputs], ranks, parts):
-                placed = {weight: Shard(outputs, parts)}
-                yield call.row(
-                    placed if bias is None else {**placed, bias: Shard(0, parts)},
-                    Shard(channels, parts),
-                )
+                placed = {weight: Shard(outputs, parts), bias: Shard(0, parts)}
+                yield call.row(placed, Shard(channels, parts))
             if divides(weight.shape[inputs], ranks, parts):
                 placed = {x: Shard(channels, parts), weight: Shard(inputs, parts)}
                 yield call.row(placed, PARTIAL, added=bias, along=-space - 1)
@@ -245,14 +235,15 @@ def _convolution_rows(call: OpCall, ranks: int) -> Iterator[Row]:
         yield call.row({x: Shard(0)}, Shard(0))
 
 
-def _run_convolution(placed: Placed) -> Tensor:
+def _run_convolution(placed: Placed) -> Any:
     groups = placed.get(6, "groups", 1)
-    weight = placed.call.get(1, "weight").place
-    args, kwargs = placed.args, placed.kwargs
-    if groups > 1:
-        args, kwargs = with_argument(placed, 6, "groups", groups // placed.ranks_along(weight, 0))
-    result: Tensor = placed.call.func(*args, **kwargs)
-    return result
+    if groups == 1:
+        return placed.called()
+    # each rank has its own groups
+    own = groups // placed.ranks_along(placed.call.get(1, "weight").place, 0)
+    if len(placed.args) > 6:
+        return placed.call.func(*placed.args[:6], own, *placed.args[7:], **placed.kwargs)
+    return placed.call.func(*placed.args, **{**placed.kwargs, "groups": own})
 
 
 def _pooling_rows(call: OpCall, ranks: int) -> Iterator[Row]:
@@ -280,10 +271,7 @@ def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     counts = call.get(5, "training", False)
     # by channels; elsewhere only without statistics over the batch
     if divides(x.shape[1], ranks):
-        placed: dict[Operand, Placement] = {
-            each: Shard(0) for each in (weight, bias) if each is not None
-        }
-        yield call.row({x: Shard(1), **placed}, Shard(1))
+        yield call.row({x: Shard(1), weight: Shard(0), bias: Shard(0)}, Shard(1))
     for dim, size in enumerate(x.shape):
         if dim != 1 and not counts and divides(size, ranks):
             yield call.row({x: Shard(dim)}, Shard(dim))
@@ -292,22 +280,21 @@ def _batch_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 def _run_batch_norm(placed: Placed) -> Tensor:
     # Normalize this rank's channels, and keep running statistics of all channels on every rank.
     # So a checkpoint has them.
-    from_all: list[Tensor] = [
-        each
-        for each in (placed.get(1, "running_mean"), placed.get(2, "running_var"))
-        if each is not None
-    ]
+    x, *statistics = placed.first("input", "running_mean", "running_var")
+    weight, bias, training = (
+        placed.get(3, "weight"),
+        placed.get(4, "bias"),
+        placed.get(5, "training", False),
+    )
+    momentum, eps = placed.get(6, "momentum", 0.1), placed.get(7, "eps", 1e-5)
     # each rank normalizes with, and updates, the statistics of its channels
-    cut = placed.axes_along(0, 1)
-    own = [placed.cut_along(each, cut, Shard(0)).clone() for each in from_all]
-    args, kwargs = placed.args, placed.kwargs
-    if own:
-        args, kwargs = with_argument(placed, 1, "running_mean", own[0])
-        args, kwargs = with_argument(placed, 2, "running_var", own[1], args=args, kwargs=kwargs)
-    result: Tensor = placed.call.func(*args, **kwargs)
-    if own and placed.call.get(5, "training", False):
-        whole = placed.gathered(torch.stack(own), cut, Shard(1))
-        for each, new in zip(from_all, whole, strict=True):
+    own: list[Any] = [
+        each if each is None else placed.cut_like_dim(each, 0, 1).clone() for each in statistics
+    ]
+    result = F.batch_norm(x, own[0], own[1], weight, bias, training, momentum, eps)
+    if training and own[0] is not None:
+        whole = placed.gathered(torch.stack(own), placed.axes_along(0, 1), Shard(1))
+        for each, new in zip(statistics, whole, strict=True):
             each.copy_(new)
     return result
 
@@ -363,19 +350,18 @@ def _attention_rows(call: OpCall, ranks: int) -> Iterator[Row]:
         yield call.row(placed, Shard(dim))
     # queries: keys and values are replicated
     steps = len(query.shape) - 2
-    for parts in call.parts:
-        if divides(query.shape[steps], ranks, parts):
-            placed = {query: Shard(steps, parts)}
-            if (
-                isinstance(mask, Operand)
-                and len(mask.shape) > 1
-                and mask.shape[-2] == query.shape[steps]
-            ):
-                placed[mask] = Shard(len(mask.shape) - 2, parts)
-            yield call.row(placed, Shard(steps, parts))
+    for parts in call.parts_of(query.shape[steps], ranks):
+        placed = {query: Shard(steps, parts)}
+        if (
+            isinstance(mask, Operand)
+            and len(mask.shape) > 1
+            and mask.shape[-2] == query.shape[steps]
+        ):
+            placed[mask] = Shard(len(mask.shape) - 2, parts)
+        yield call.row(placed, Shard(steps, parts))
 
 
-def _run_attention(placed: Placed) -> Tensor:
+def _run_attention(placed: Placed) -> Any:
     # Attend; with dropout from the equations.
     # Each rank then drops what one process would drop of its heads.
     steps = len(placed.inputs[0].shape) - 2
@@ -383,8 +369,7 @@ def _run_attention(placed: Placed) -> Tensor:
     # without dropout the fused kernels run; a causal mask of some queries is made for each run
     if not placed.get(4, "dropout_p", 0.0):
         if has_all or not placed.get(5, "is_causal", False):
-            result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
-            return result
+            return placed.called()
         return _causal_by_run(placed, steps)
     return _with_dropout(placed)
 

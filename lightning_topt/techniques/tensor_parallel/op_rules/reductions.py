@@ -77,15 +77,14 @@ def _sum_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     yield from _kept_rows(call, ranks)
     x = call.operands[0]
     for dim in _dims(call):
-        for parts in call.parts:
-            if divides(x.shape[dim], ranks, parts):
-                yield call.row({x: Shard(dim, parts)}, PARTIAL)
+        for parts in call.parts_of(x.shape[dim], ranks):
+            yield call.row({x: Shard(dim, parts)}, PARTIAL)
 
 
 def _run_mean(placed: Placed) -> Tensor:
     # The mean of the local elements, as a summand of the mean of all
     ranks = math.prod(placed.ranks_along(0, dim) for dim in _dims(placed.call))
-    mean: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+    mean: Tensor = placed.called()
     return mean / ranks if ranks > 1 else mean
 
 
@@ -114,12 +113,10 @@ def _gated_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     # Yield rows of a gate: two halves along one dim, each of which must be cut
     x = call.operands[0]
     along = positive(call.get(1, "dim", -1), len(x.shape))
-    for dim, size in enumerate(x.shape):
-        for parts in call.parts:
-            if dim != along and divides(size, ranks, parts):
-                yield call.row({x: Shard(dim, parts)}, Shard(dim, parts))
-            elif dim == along and parts % 2 == 0 and divides(size, ranks, parts):
-                yield call.row({x: Shard(dim, parts)}, Shard(dim, parts // 2))
+    yield from dim_rows(call, ranks, [dim for dim in range(len(x.shape)) if dim != along])
+    for parts in call.parts_of(x.shape[along], ranks):
+        if parts % 2 == 0:
+            yield call.row({x: Shard(along, parts)}, Shard(along, parts // 2))
 
 
 def _group_norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
@@ -174,18 +171,16 @@ def _norm_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     x, shape = call.operands[0], call.get(1, "normalized_shape")
     yield from dim_rows(call, ranks, range(len(x.shape) - len(shape)))
     last = len(x.shape) - 1
-    for parts in call.parts if len(shape) == 1 else ():
-        if divides(x.shape[last], ranks, parts):
-            placed: dict[Operand, Placement] = dict.fromkeys(call.operands[1:], Shard(0, parts))
-            yield call.row({x: Shard(last, parts), **placed}, Shard(last, parts))
+    for parts in call.parts_of(x.shape[last], ranks) if len(shape) == 1 else ():
+        placed: dict[Operand, Placement] = dict.fromkeys(call.operands[1:], Shard(0, parts))
+        yield call.row({x: Shard(last, parts), **placed}, Shard(last, parts))
 
 
-def _run_norm(placed: Placed) -> Tensor:
+def _run_norm(placed: Placed) -> Any:
     # Normalize; features that are split need sums over ranks
     last = len(placed.inputs[0].shape) - 1
     if placed.ranks_along(0, last) == 1:
-        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
-        return result
+        return placed.called()
     is_centered = placed.call.func.__name__ == "layer_norm"
     x, weight = placed.get(0, "input"), placed.get(2, "weight")
     bias = placed.get(3, "bias") if is_centered else None
@@ -269,7 +264,7 @@ def _loss_rows(call: OpCall, ranks: int) -> Iterator[Row]:
 
 def _run_loss(placed: Placed) -> Tensor:
     # The mean of the local elements, as a summand of the mean of all
-    loss: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+    loss: Tensor = placed.called()
     if placed.call.get(_AT[placed.call.func], "reduction") != _MEAN:
         return loss
     for placement, size in zip(placed.outputs[0], placed.axes.sizes, strict=True):
@@ -292,10 +287,9 @@ def _cross_entropy_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     if divides(logits.shape[1], ranks):
         yield call.row({logits: Shard(1)}, REPLICATE)
     each = call.get(6, "reduction", "mean") == "none"
-    for parts in call.parts:
-        if divides(logits.shape[0], ranks, parts):
-            by_sample = Shard(0, parts)
-            yield call.row({logits: by_sample, target: by_sample}, by_sample if each else PARTIAL)
+    for parts in call.parts_of(logits.shape[0], ranks):
+        by_sample = Shard(0, parts)
+        yield call.row({logits: by_sample, target: by_sample}, by_sample if each else PARTIAL)
 
 
 def _run_cross_entropy(placed: Placed) -> Tensor:

@@ -31,9 +31,8 @@ from lightning_topt.techniques.tensor_parallel.layout import (
     REPLICATE,
     Layout,
     TensorAxes,
-    cut,
+    divides_along,
     layout_of,
-    numel,
     own_slice,
     pieces,
 )
@@ -60,8 +59,24 @@ class Row(NamedTuple):
     along: int = -1
 
 
+class Arguments:
+    """The arguments of a call, each given by position or by name."""
+
+    __slots__ = ()
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def get(self, position: int, name: str, default: object = None) -> Any:
+        """Return the argument given by position or by name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def first(self, *names: str) -> tuple[Any, ...]:
+        """Return the first arguments, given by position or by these names."""
+        return tuple(self.get(position, name) for position, name in enumerate(names))
+
+
 @dataclass(frozen=True)
-class OpCall:
+class OpCall(Arguments):
     """A call whose tensor arguments are `Operand`s, also those in lists and tuples.
 
     `parts` are numbers of parts that shards may have, `masks` the places of operands of type bool.
@@ -74,34 +89,30 @@ class OpCall:
     parts: tuple[int, ...] = (1,)
     masks: frozenset[int] = frozenset()
 
-    def get(self, position: int, name: str, default: object = None) -> Any:
-        """Return the argument given by position or by name."""
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-
-    def first(self, *names: str) -> tuple[Any, ...]:
-        """Return the first arguments, given by position or by these names."""
-        return tuple(self.get(position, name) for position, name in enumerate(names))
-
-    def whole(self) -> list[Placement]:
-        """Return Replicate for every operand, to be changed."""
-        return [REPLICATE] * len(self.operands)
+    def parts_of(self, size: int, ranks: int) -> list[int]:
+        """Return the numbers of parts with which a dim of this size can be cut for `ranks`."""
+        return [parts for parts in self.parts if divides(size, ranks, parts)]
 
     def row(
         self,
-        placed: Mapping[Operand, Placement],
+        placed: Mapping[Any, Placement],
         *outputs: Placement,
         added: Operand | None = None,
         along: int = -1,
     ) -> Row:
-        """Return a row with the named operands placed, and all others replicated."""
-        inputs = self.whole()
+        """Return a row with the named operands placed, and all others replicated.
+
+        None is an argument that the call does not have.
+        """
+        inputs: list[Placement] = [REPLICATE] * len(self.operands)
         for operand, placement in placed.items():
-            inputs[operand.place] = placement
+            if operand is not None:
+                inputs[operand.place] = placement
         return Row(tuple(inputs), outputs, None if added is None else added.place, along)
 
 
 @dataclass(slots=True)
-class Placed:
+class Placed(Arguments):
     """A call on local tensors.
 
     Args:
@@ -122,13 +133,9 @@ class Placed:
     axes: TensorAxes
     memo: dict[str, Any] = field(default_factory=dict)
 
-    def get(self, position: int, name: str, default: object = None) -> Any:
-        """Return the local argument given by position or by name."""
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-
-    def first(self, *names: str) -> tuple[Any, ...]:
-        """Return the first local arguments, given by position or by these names."""
-        return tuple(self.get(position, name) for position, name in enumerate(names))
+    def called(self) -> Any:
+        """Return what the function makes of the local arguments."""
+        return self.call.func(*self.args, **self.kwargs)
 
     def local_shape(self, shape: Sequence[int], output: int = 0) -> tuple[int, ...]:
         """Return the local shape of a result whose full one is `shape`."""
@@ -160,31 +167,19 @@ class Placed:
 
     def cut_like(self, whole: Tensor, operand: int) -> Tensor:
         """Return the slice of `whole`, equal on all ranks, that fits the local argument."""
-        axes = self.axes
-        return own_slice(
-            whole, self.inputs[operand].placements, coordinates=axes.coordinates, sizes=axes.sizes
-        )
+        return own_slice(whole, self.inputs[operand].placements, self.axes)
 
     def cut_like_dim(self, whole: Tensor, operand: int, dim: int, *, along: int = 0) -> Tensor:
         """Return the slice of `whole` along dim `along` that fits dim `dim` of the argument."""
-        axes = self.axes
         placements = [
             Shard(along, each.parts) if isinstance(each, Shard) and each.dim == dim else REPLICATE
             for each in self.inputs[operand].placements
         ]
-        return own_slice(whole, placements, coordinates=axes.coordinates, sizes=axes.sizes)
-
-    def cut_along(self, whole: Tensor, axes: Iterable[int], shard: Shard) -> Tensor:
-        """Return this rank's slice of `whole` along the axes of these indices, outer ones first."""
-        for axis in axes:
-            whole = cut(
-                whole, shard, index=self.axes.coordinates[axis], count=self.axes.sizes[axis]
-            )
-        return whole
+        return own_slice(whole, placements, self.axes)
 
     def gathered(self, local: Tensor, axes: Sequence[int], shard: Shard) -> Tensor:
-        """Return the inverse of `cut_along`, without a gradient. A collective call."""
-        # inner axes first, the inverse of `cut_along`
+        """Return the full tensor along `axes`, without a gradient. A collective call."""
+        # inner axes first
         for axis in reversed(axes):
             local = all_gather(local, shard, self.axes, axis)
         return local
@@ -236,7 +231,7 @@ def dim_rows(
     ranks: int,
     dims: Iterable[int] | Mapping[int, int],
     *,
-    parts: Sequence[int] | None = None,
+    alike: Iterable[Operand] = (),
 ) -> Iterator[Row]:
     """Yield the rows that split the first argument along one of `dims`; others are replicated.
 
@@ -244,34 +239,13 @@ def dim_rows(
         call: the call
         ranks: along the axis
         dims: of the argument; a mapping says which dim of the result each becomes
-        parts: that the shards may have; by default those of the call
+        alike: arguments that are split like the first
     """
     x = call.operands[0]
     results = dims if isinstance(dims, Mapping) else {dim: dim for dim in dims}
     for dim, result in results.items():
-        for count in call.parts if parts is None else parts:
-            if divides(x.shape[dim], ranks, count):
-                yield call.row({x: Shard(dim, count)}, Shard(result, count))
-
-
-def with_argument(
-    placed: Placed,
-    position: int,
-    name: str,
-    value: object,
-    *,
-    args: tuple[Any, ...] | None = None,
-    kwargs: dict[str, Any] | None = None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return `args` and `kwargs`, by default the call's, with one argument changed.
-
-    It is given by position or by name.
-    """
-    args = placed.args if args is None else args
-    kwargs = placed.kwargs if kwargs is None else kwargs
-    if position < len(args):
-        return (*args[:position], value, *args[position + 1 :]), kwargs
-    return args, {**kwargs, name: value}
+        for count in call.parts_of(x.shape[dim], ranks):
+            yield call.row(dict.fromkeys((x, *alike), Shard(dim, count)), Shard(result, count))
 
 
 def positive(dim: int, ndim: int) -> int:
@@ -470,7 +444,7 @@ def _cost(
     parameters = total = 0.0
     for before, after, operand in zip(now, row.inputs, known, strict=True):
         # elements that a gather brings to one rank
-        moved = numel(operand.layout.shape) * (ranks - 1) / ranks
+        moved = math.prod(operand.layout.shape) * (ranks - 1) / ranks
         if isinstance(before, Shard):
             if before == after:
                 continue
@@ -497,8 +471,7 @@ def _fits(rows: Sequence[Row], call: OpCall, sizes: Sequence[int]) -> bool:
         return True
     # arguments, then results
     for operand in call.operands:
-        found = pieces([row.inputs[operand.place] for row in rows], sizes)
-        if found is None or any(operand.shape[dim] % count for dim, count in found.items()):
+        if not divides_along(operand.shape, [row.inputs[operand.place] for row in rows], sizes):
             return False
     count = min((len(row.outputs) for row in rows if row.outputs), default=0)
     cut_by = [size for row, size in zip(rows, sizes, strict=True) if row.outputs]

@@ -101,9 +101,7 @@ def _reshape_rows(call: OpCall, ranks: int) -> Iterator[Row]:
         return
     for old_dims, new_dims in groups(x.shape, new):
         for dim in old_dims:
-            for parts in call.parts if divides(x.shape[dim], ranks) else ():
-                if not divides(x.shape[dim], ranks, parts):
-                    continue
+            for parts in call.parts_of(x.shape[dim], ranks):
                 target = _goes_on(x.shape, old_dims, dim, parts, new, new_dims, ranks)
                 if target is not None:
                     yield call.row({x: Shard(dim, parts)}, target)
@@ -148,7 +146,7 @@ def _goes_on(
 def _run_reshape(placed: Placed) -> Tensor:
     if (shape := placed.memo.get("shape")) is None:
         shape = placed.memo["shape"] = placed.local_shape(_new_shape(placed.call))
-    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
+    x: Tensor = placed.get(0, "input")
     return x.view(shape) if placed.call.func.__name__.startswith("view") else x.reshape(shape)
 
 
@@ -187,13 +185,11 @@ def _squeeze_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     yield from dim_rows(call, ranks, places)
 
 
-def _run_squeeze(placed: Placed) -> Tensor:
+def _run_squeeze(placed: Placed) -> Any:
     # Squeeze the dims of the full tensor: others may have size 1 on this rank only
     if not placed.call.func.__name__.startswith("squeeze"):
-        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
-        return result
-    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
-    return x.squeeze(tuple(_gone(placed.call)))
+        return placed.called()
+    return placed.get(0, "input").squeeze(tuple(_gone(placed.call)))
 
 
 def _expanded(call: OpCall) -> tuple[int, ...]:
@@ -209,7 +205,7 @@ def _expand_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     x, shape = call.operands[0], _expanded(call)
     new = len(shape) - len(x.shape)
     places = {dim: dim + new for dim, size in enumerate(x.shape) if size == shape[dim + new]}
-    yield from dim_rows(call, ranks, places, parts=(1,))
+    yield from dim_rows(call, ranks, places)
 
 
 def _run_expand(placed: Placed) -> Tensor:
@@ -220,7 +216,7 @@ def _run_expand(placed: Placed) -> Tensor:
 def _repeat_interleave_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     x, repeats, dim = call.operands[0], call.get(1, "repeats"), call.get(2, "dim")
     if isinstance(repeats, int) and dim is not None:
-        yield from dim_rows(call, ranks, range(len(x.shape)), parts=(1,))
+        yield from dim_rows(call, ranks, range(len(x.shape)))
 
 
 RESHAPE = Kind("reshape", _reshape_rows, _run_reshape)
@@ -252,22 +248,16 @@ def _cat_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     along = positive(call.get(1, "dim", 0), len(joined[0].shape))
     for dim in range(len(joined[0].shape)):
         sizes = {operand.shape[dim] for operand in joined}
-        for parts in call.parts if len(sizes) == 1 else ():
-            if divides(min(sizes), ranks, parts):
-                copies = len(joined) if dim == along else 1
-                yield call.row(dict.fromkeys(joined, Shard(dim, parts)), Shard(dim, parts * copies))
+        for parts in call.parts_of(min(sizes), ranks) if len(sizes) == 1 else ():
+            copies = len(joined) if dim == along else 1
+            yield call.row(dict.fromkeys(joined, Shard(dim, parts)), Shard(dim, parts * copies))
 
 
 def _stack_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    shape = call.operands[0].shape
-    new = positive(call.get(1, "dim", 0), len(shape) + 1)
-    for dim, size in enumerate(shape):
-        for parts in call.parts:
-            if divides(size, ranks, parts):
-                yield call.row(
-                    dict.fromkeys(call.operands, Shard(dim, parts)),
-                    Shard(dim + (dim >= new), parts),
-                )
+    ndim = len(call.operands[0].shape)
+    new = positive(call.get(1, "dim", 0), ndim + 1)
+    places = {dim: dim + (dim >= new) for dim in range(ndim)}
+    yield from dim_rows(call, ranks, places, alike=call.operands)
 
 
 def _lengths(call: OpCall) -> tuple[int, list[int]]:
@@ -293,34 +283,27 @@ def _split_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     # Yield splits; pieces of full parts of the dim stay split
     x = call.operands[0]
     along, lengths = _lengths(call)
-    for dim, size in enumerate(x.shape):
-        for parts in call.parts:
-            if dim != along and divides(size, ranks, parts):
-                yield call.row({x: Shard(dim, parts)}, *(Shard(dim, parts) for _ in lengths))
-            elif (
-                dim == along
-                and divides(size, ranks, parts)
-                and not any(each % (size // parts) for each in lengths)
-            ):
-                yield call.row(
-                    {x: Shard(dim, parts)}, *(Shard(dim, each * parts // size) for each in lengths)
-                )
+    yield from dim_rows(call, ranks, [dim for dim in range(len(x.shape)) if dim != along])
+    size = x.shape[along]
+    for parts in call.parts_of(size, ranks):
+        if not any(each % (size // parts) for each in lengths):
+            results = (Shard(along, each * parts // size) for each in lengths)
+            yield call.row({x: Shard(along, parts)}, *results)
 
 
 def _run_split(placed: Placed) -> Any:
     along, lengths = _lengths(placed.call)
-    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
     ranks = placed.ranks_along(0, along)
-    return x.split([length // ranks for length in lengths], along)
+    return placed.get(0, "input").split([length // ranks for length in lengths], along)
 
 
-def _unbind_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    x = call.operands[0]
-    along = positive(call.get(1, "dim", 0), len(x.shape))
-    for dim, size in enumerate(x.shape):
-        if dim != along and divides(size, ranks):
-            result = Shard(dim - (dim > along))
-            yield call.row({x: Shard(dim)}, *([result] * x.shape[along]))
+def _select_rows(call: OpCall, ranks: int) -> Iterator[Row]:
+    # Yield splits of the dims that are not indexed; an unbind takes all indices
+    ndim = len(call.operands[0].shape)
+    along = positive(call.get(1, "dim", 0), ndim)
+    is_kept = call.func.__name__ in ("narrow", "index_select")
+    places = {dim: dim - (dim > along and not is_kept) for dim in range(ndim) if dim != along}
+    yield from dim_rows(call, ranks, places)
 
 
 SPLIT = Kind("split", _split_rows, _run_split)
@@ -328,9 +311,9 @@ register(Kind("cat", _cat_rows), named("cat concat concatenate", torch))
 register(Kind("stack", _stack_rows), (torch.stack,))
 register(SPLIT, named("split chunk split_with_sizes", torch, Tensor))
 register(SPLIT, (torch.functional.split,))
-register(Kind("unbind", _unbind_rows), named("unbind", torch, Tensor))
+register(Kind("unbind", _select_rows), named("unbind", torch, Tensor))
 register(
-    Kind("iteration", _unbind_rows, lambda placed: placed.args[0].unbind(0)), (Tensor.__iter__,)
+    Kind("iteration", _select_rows, lambda placed: placed.args[0].unbind(0)), (Tensor.__iter__,)
 )
 
 # ---- x[index] ------------------------------------------------------------------------------------
@@ -388,14 +371,13 @@ def _setitem_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     ndim = sum(item is None or isinstance(item, slice) for item in items)
     ndim += len(broadcast(indices)) if indices else 0
     for dim, target in _kept_dims(items, x.shape).items():
-        for parts in call.parts if divides(x.shape[dim], ranks) else ():
+        for parts in call.parts_of(x.shape[dim], ranks):
             placed: dict[Operand, Placement] = {x: Shard(dim, parts)}
             if isinstance(value, Operand):
                 own = target - ndim + len(value.shape)
                 if own >= 0 and value.shape[own] == x.shape[dim]:
                     placed[value] = Shard(own, parts)
-            if divides(x.shape[dim], ranks, parts):
-                yield call.row(placed, Shard(dim, parts))
+            yield call.row(placed, Shard(dim, parts))
 
 
 def _run_item(placed: Placed) -> Any:
@@ -418,15 +400,6 @@ def _run_item(placed: Placed) -> Any:
 # ---- along one dim -------------------------------------------------------------------------------
 
 
-def _select_rows(call: OpCall, ranks: int) -> Iterator[Row]:
-    # Yield splits of the dims that are not indexed
-    ndim = len(call.operands[0].shape)
-    along = positive(call.get(1, "dim"), ndim)
-    is_removed = call.func.__name__ == "select"
-    places = {dim: dim - (is_removed and dim > along) for dim in range(ndim) if dim != along}
-    yield from dim_rows(call, ranks, places)
-
-
 def _gather_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     # Yield splits where indices, and what is written, are as large as the tensor in the dim
     x = call.operands[0]
@@ -435,13 +408,12 @@ def _gather_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     if given is None or any(len(operand.shape) != len(x.shape) for operand in call.operands):
         return
     along = positive(given, len(x.shape))
-    for dim, size in enumerate(x.shape):
-        if (
-            dim != along
-            and all(operand.shape[dim] == size for operand in call.operands)
-            and divides(size, ranks)
-        ):
-            yield call.row(dict.fromkeys(call.operands, Shard(dim)), Shard(dim))
+    dims = [
+        dim
+        for dim, size in enumerate(x.shape)
+        if dim != along and all(operand.shape[dim] == size for operand in call.operands)
+    ]
+    yield from dim_rows(call, ranks, dims, alike=call.operands)
 
 
 def _index_add_rows(call: OpCall, ranks: int) -> Iterator[Row]:
@@ -451,14 +423,13 @@ def _index_add_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     along = positive(call.get(1, "dim"), len(x.shape))
     if any(len(each.shape) != len(x.shape) for each in source):
         return
-    for dim, size in enumerate(x.shape):
-        if dim != along and divides(size, ranks):
-            yield call.row(dict.fromkeys((x, *source), Shard(dim)), Shard(dim))
+    others = [dim for dim in range(len(x.shape)) if dim != along]
+    yield from dim_rows(call, ranks, others, alike=source)
 
 
 def _one_hot_rows(call: OpCall, ranks: int) -> Iterator[Row]:
     if call.get(1, "num_classes", -1) != -1:  # else it depends on the largest of all
-        yield from dim_rows(call, ranks, range(len(call.operands[0].shape)), parts=(1,))
+        yield from dim_rows(call, ranks, range(len(call.operands[0].shape)))
 
 
 def _both(names: str) -> str:

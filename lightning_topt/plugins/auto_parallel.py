@@ -357,7 +357,7 @@ class AutoParallelStrategy(DataParallelHooks):
             self._elastic.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
         if self._updates is not None:
-            self._updates.begin_batch()
+            self._updates.begin_batch(batch)
         if self._compiled is not None:
             self._compiled.begin_batch(batch)
 

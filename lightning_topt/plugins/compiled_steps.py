@@ -231,9 +231,9 @@ class CompiledSteps:
         # Whether steps are faster, by the clock
         seconds = self._step_seconds()
         share = seconds / self._eager_seconds
+        if self._known is not None:
+            self._known.keep_share(share)
         if share > 1:
-            if self._known is not None:
-                self._known.refuse(share)
             uncompile(self._module)
             rank_zero_info(
                 f"topt: compiled blocks are given up: steps took {share:.2f} of the time before"

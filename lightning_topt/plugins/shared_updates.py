@@ -6,7 +6,7 @@ measures plain steps, and shares those whose exchange takes less time than what 
 
     updates = SharedUpdates(strategy, controller)
     updates.begin(trainer)      # training starts, states are loaded
-    updates.begin_batch()       # before each batch: is it decided, and where does the time go?
+    updates.begin_batch(batch)  # before each batch: is it decided, and where does the time go?
     updates.end(failed=False)   # every rank has the full state again
 
 Optimizers with a rule in `optim.update_rule` are shared. For others the user declares the rule:
@@ -143,7 +143,7 @@ class SharedUpdates:
         optimizers = [getattr(each, "_optimizer", each) for each in strategy.optimizers]
         return difference_of_optimizers(optimizers, names=names, group=dist.group.WORLD)
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, batch: Any) -> None:
         """Learn what was decided by now; then time the steps that come."""
         if not self._is_decided and all(step.is_settled for step in self.steps):
             self._decide("; ".join(dict.fromkeys(self._reasons)))
@@ -151,6 +151,13 @@ class SharedUpdates:
             self.clock.begin_batch()
             if self.clock.is_over:
                 self.hint, self.clock = self.clock.hint(), None
+                strategy: Any = self._strategy
+                if not strategy.request.allowed.compile:
+                    # what compiles is imported once the fit runs, not at its start
+                    from lightning_topt.plugins.compiled_steps import known_trials  # noqa: PLC0415
+
+                    known = known_trials(strategy.lightning_module.trainer, batch)
+                    self.hint = better_hint(self.hint, known.share)
                 if self.hint is not None:
                     rank_zero_info(f"topt: {self.hint.text}")
 
@@ -198,14 +205,28 @@ class Hint(NamedTuple):
     """The largest share of a step that something here treats.
 
     Attributes:
-        cause: ``"data"``, ``"exchange"``, ``"update"`` or ``"memory"``.
-        share: of a step's seconds, or of the device's memory.
+        cause: ``"data"``, ``"exchange"``, ``"update"``, ``"computation"`` or ``"memory"``.
+        share: of a step's seconds, or of the device's memory; of computation what can be saved.
         text: the sentence, with what would treat it.
     """
 
     cause: str
     share: float
     text: str
+
+
+def better_hint(hint: Hint | None, compiled_share: float | None) -> Hint | None:
+    """Return `hint`, or one for compiled blocks where these saved more in an earlier fit."""
+    from lightning_topt.techniques.compilation import LEAST_GAIN  # noqa: PLC0415
+
+    saved = 0.0 if compiled_share is None else 1 - compiled_share
+    if saved < LEAST_GAIN - 1 or (hint is not None and hint.share >= saved):
+        return hint
+    text = (
+        f"allow='compile' takes {compiled_share:.2f} of the time of a step, as the clock of an "
+        "earlier fit said"
+    )
+    return Hint("computation", saved, text)
 
 
 class PhaseClock:

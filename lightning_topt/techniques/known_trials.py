@@ -1,9 +1,9 @@
-"""Trials of compiled blocks that later fits read: for their searches and choices.
+"""Trials of compiled blocks that later fits read: for their searches, choices and hints.
 
     known = KnownTrials(module, batch, device=device, ranks=2, precision="32-true")
     known.trials            # by block; empty where nothing is known
     known.keep(trials)      # after a trial
-    known.refuse(1.1)       # the clock has found that compiled steps take longer
+    known.keep_share(0.9)   # after the clock has compared steps
     compiled_costs(module, known.trials, steps=1000)       # for a search
 
 A trial is that of one module, shape of batch, precision, machine and version. It is kept in a file
@@ -45,6 +45,8 @@ from lightning_topt.costs.training_step import CompiledCost
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.techniques.compilation import Trial, candidates
 
+_SHARE = ""  # the name of an entry that no block has
+
 
 class KnownTrials:
     """What is known of compiled blocks of `module`, for batches like `batch`.
@@ -81,21 +83,34 @@ class KnownTrials:
         """The trials by the first block of each group."""
         found: dict[str, Trial] = {}
         for name, entry in self._entries.items():
-            with contextlib.suppress(TypeError):  # not ours: tried again
-                found[name] = Trial(**entry.value)
+            if name != _SHARE:
+                with contextlib.suppress(TypeError):  # not ours: tried again
+                    found[name] = Trial(**entry.value)
         return found
+
+    @property
+    def share(self) -> float | None:
+        """Seconds of compiled steps relative to eager ones, in the last fit that had both."""
+        value = self._entries[_SHARE].value if _SHARE in self._entries else None
+        return value if isinstance(value, float) else None
 
     def keep(self, trials: Mapping[str, Trial]) -> None:
         """Keep trials by block. A directory that cannot be written costs a warning."""
+        self._keep({name: asdict(trial) for name, trial in trials.items()})
+
+    def keep_share(self, share: float) -> None:
+        """Keep what steps took. Where that was more, no block is compiled later."""
+        self._keep({_SHARE: share})
+        if share > 1:
+            why = f"steps of a fit took {share:.2f} of the time"
+            slow = {name: Trial(why) for name, each in self.trials.items() if not each.refusal}
+            self.keep(slow)
+
+    def _keep(self, values: Mapping[str, Any]) -> None:
         now = time.time()
-        self._entries |= {name: Entry(now, asdict(trial)) for name, trial in trials.items()}
+        self._entries |= {name: Entry(now, value) for name, value in values.items()}
         if self._directory is not None:
             save_entries(self._directory, self._setup, self._entries)
-
-    def refuse(self, share: float) -> None:
-        """Let later fits compile no block: steps of a fit took `share` of the time before."""
-        why = f"steps of a fit took {share:.2f} of the time"
-        self.keep({name: Trial(why) for name, each in self.trials.items() if not each.refusal})
 
 
 def compiled_costs(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_topt.plugins import shared_updates
-from lightning_topt.plugins.shared_updates import HINT_BATCHES, PhaseClock
+from lightning_topt.plugins.shared_updates import HINT_BATCHES, Hint, PhaseClock, better_hint
 from tests.clock import Clock
 
 
@@ -55,3 +55,13 @@ def test_the_largest_share_is_named(monkeypatch, device, phases, memory, cause, 
         assert hint is None
     else:
         assert (hint.cause, hint.share) == (cause, pytest.approx(share))
+
+
+def test_what_compiled_blocks_saved_is_named_where_that_is_more() -> None:
+    """By the share that an earlier fit has kept."""
+    data = Hint("data", 0.2, "20% of a step")
+    assert better_hint(data, 0.9) == data and better_hint(None, 0.99) is None
+    assert better_hint(None, None) is None
+    for hint in data, None:
+        found = better_hint(hint, 0.7)
+        assert found is not None and found.cause == "computation" and "0.70" in found.text

@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows
 
-_FEW = 2**18  # numbers held at once to compare all transitions of a layer
-_CHUNK = 2**20  # the same for all pairs of columns
+_CHUNK = 2**20  # numbers held at once to compare all pairs of columns
 _APART = np.where(np.eye(2, dtype=bool), 0.0, -np.inf)  # seconds and bytes are never compared
 
 
@@ -145,29 +144,10 @@ def _without_dominated(layer: Layer) -> Layer:
     # transitions between the same two groups lie side by side
     order = np.argsort(layer.cells, kind="stable")
     first = np.flatnonzero(np.diff(layer.cells[order], prepend=-1))
-    counts = np.diff(first, append=len(order))
     if len(first) == len(order):
         return layer
-    if len(first) > 1 and len(first) * counts.max() ** 2 * len(layer.start) <= _FEW:
-        return layer.take(np.sort(order[_minimal_together(layer.values[order], counts)]))
     kept = [rows[pareto_rows(layer.values[rows])] for rows in np.split(order, first[1:])]
     return layer.take(np.sort(np.concatenate(kept)))
-
-
-def _minimal_together(values: Array, counts: Rows) -> Rows:
-    """Return the minimal rows of `values` (n, E) within each of several small groups.
-
-    Groups have `counts` rows each; of equal rows the first is kept.
-    """
-    # a table of groups, padded with rows that beat no other
-    group = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.full((len(counts), counts.max(), values.shape[1]), np.inf)
-    table[group, place] = values
-    below = np.all(table[:, :, None] <= table[:, None], axis=-1)  # (group, row, other row)
-    earlier = np.triu(np.ones(below.shape[1:], bool), 1)
-    beaten = np.any(below & (earlier | ~np.swapaxes(below, 1, 2)), axis=1)
-    return np.flatnonzero(~beaten[group, place])
 
 
 # ---- Fewer columns: only those that can still matter and can differ.

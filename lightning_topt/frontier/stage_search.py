@@ -34,7 +34,7 @@ import numpy as np
 
 from lightning_topt.costs.chain_table import COLUMNS, StageBlock, StageChain, StageTable
 from lightning_topt.frontier.layers import exact_grid
-from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_of_few, unique_rows
+from lightning_topt.frontier.pareto import Array, Rows, pareto_rows
 
 MAX_STATES = 2**12  # of a run; with more, the nearest ones are put together
 _HALVINGS = 8  # of the range of loads in which the first plan is sought
@@ -568,7 +568,7 @@ def _extended(before: Array, block: Array) -> tuple[Array, Rows, Rows]:
     made = before[:, None] + block[allowed]
     made[..., 4] = np.maximum(before[:, None, 4], block[allowed, 4])
     made = made.reshape(-1, len(COLUMNS))
-    rows = pareto_rows_of_few(made)
+    rows = pareto_rows(made)
     return made[rows], rows // max(len(allowed), 1), allowed[rows % max(len(allowed), 1)]
 
 
@@ -583,7 +583,7 @@ def _thinned(costs: Array, step: float, most: int) -> tuple[Rows, float]:
         # wider cells, until few enough states are left
         width = max(step, 2 * width, 1e-6)
         cells = np.floor(np.log(np.maximum(costs, 1e-300)) / np.log1p(width))
-        rows = np.sort(unique_rows(cells))
+        rows = np.sort(np.unique(cells, axis=0, return_index=True)[1])
     return rows, width
 
 

@@ -339,7 +339,7 @@ class RunPrices:
         each, more = divmod(run.model.layers, shape.num_stages)
         ends = tuple(each * s + min(s, more) for s in range(1, shape.num_stages + 1))
         layers = (int(again),) * run.model.layers
-        point = StagePoint(0.0, 0.0, ends, (0,) * shape.num_stages, layers)
+        point = StagePoint(0.0, 0.0, ends, layers)
         # Megatron and nanotron reduce-scatter gradients and gather parameters under ZeRO-1, which
         # takes as long as the all-reduce of level 0.
         seconds = stage_seconds(blocks, shape, [point])

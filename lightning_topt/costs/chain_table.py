@@ -19,9 +19,9 @@ The search folds blocks from the last to the first with five numbers (`search_ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -94,9 +94,8 @@ class ChainTable:
 #
 # Costs of a chain of blocks whose runs of neighbours are the stages of a pipeline.
 #
-# A stage takes one of its variants (a device, a level of sharding), a block one configuration. With
-# M microbatches, w how many of them a stage holds activations of at most (its schedule says how
-# many), everything else sums over the blocks of a stage:
+# A block takes one configuration. With M microbatches, w how many of them a stage holds activations
+# of at most (its schedule says how many), everything else sums over the blocks of a stage:
 #
 #     step_seconds   sum over stages of lead  +  the largest load of a stage
 #                    lead = lead_rate * seconds + constants
@@ -149,37 +148,20 @@ class StageChain:
     blocks: tuple[StageBlock, ...]
     order: tuple[int, ...]
 
-    @cached_property
-    def costs(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
-        """The costs of each block under each configuration, as plain numbers.
-
-        In the order of `COLUMNS`.
-        """
-        columns = ([getattr(block, name).tolist() for name in COLUMNS] for block in self.blocks)
-        return tuple(tuple(zip(*each, strict=True)) for each in columns)
-
 
 @dataclass(frozen=True, eq=False)
-class StageVariant:
-    """One way for all blocks of a stage.
+class StageExtras:
+    """What blocks take in a stage beside the costs of their chain, arrays (distinct block,).
 
-    `lead`, `load` and `static` (distinct block,) come on top of those of `chain`; `update` are
-    bytes that the optimizer takes while it steps, `waiting` those of a microbatch between the two
-    parts of its backward.
+    `lead`, `load` and `static` are as in the table; `update` are bytes that the optimizer takes
+    while it steps, `waiting` those of a microbatch between the two parts of its backward.
     """
 
-    chain: StageChain
     lead: Array
     load: Array
     static: Array
     update: Array
     waiting: Array
-
-    @classmethod
-    def of(cls, chain: StageChain) -> StageVariant:
-        """Return the costs of `chain` as they are."""
-        nothing = np.zeros(len(chain.blocks))
-        return cls(chain, nothing, nothing, nothing, nothing, nothing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,25 +177,20 @@ class StageLink:
     floor: Array
     kept: Array
 
-    @classmethod
-    def none(cls, count: int) -> StageLink:
-        """Return a link that costs nothing, of a chain of `count` blocks."""
-        return cls(*np.zeros((4, count)))
-
 
 @dataclass(frozen=True)
 class StageKind:
-    """What one stage may be.
+    """What one stage is.
 
     Attributes:
-        variants: indices of those that it may take.
+        extras: the index of what its blocks take besides.
         in_flight: microbatches that it holds at most.
         link: what it receives through.
         waits: (h, g): h microbatches held, g of which between the two parts of their backward.
         in_update: microbatches that it holds while its optimizer steps.
     """
 
-    variants: tuple[int, ...]
+    extras: int
     in_flight: float
     link: int = 0
     waits: tuple[tuple[float, float], ...] = ()
@@ -234,7 +211,8 @@ class StageTable:
     `fixed_bytes`. Raises ValueError for fewer blocks than stages.
     """
 
-    variants: tuple[StageVariant, ...]
+    chain: StageChain
+    extras: tuple[StageExtras, ...]
     stages: tuple[StageKind, ...]
     links: tuple[StageLink, ...]
     lead_rate: float
@@ -253,60 +231,7 @@ class StageTable:
     @property
     def order(self) -> tuple[int, ...]:
         """The place of each block among the distinct ones."""
-        return self.variants[0].chain.order
-
-    def evaluate(
-        self, ends: Sequence[int], variants: Sequence[int], configs: Sequence[int]
-    ) -> tuple[float, float]:
-        """Return (step_seconds, peak_bytes) of one plan.
-
-        `ends` (stage,) say before which block each stage ends, `variants` (stage,) and `configs`
-        (block,) are indices.
-        """
-        # leads of stages add up; load and bytes are those of the worst stage
-        lead, load, size, first = 0.0, 0.0, 0.0, 0
-        for stage, end, variant in zip(self.stages, ends, variants, strict=True):
-            own = self._stage(stage, self.variants[variant], first, configs[first:end])
-            lead, load, size, first = lead + own[0], max(load, own[1]), max(size, own[2]), end
-        return self.fixed_seconds + lead + load, self.fixed_bytes + size
-
-    def _stage(
-        self, stage: StageKind, variant: StageVariant, first: int, configs: Sequence[int]
-    ) -> tuple[float, float, float]:
-        # the distinct block, and its row of costs, for each block of the stage
-        kinds = self.order[first : first + len(configs)]
-        rows = [variant.chain.costs[kind][c] for kind, c in zip(kinds, configs, strict=True)]
-        *sums, humps = zip(*rows, strict=True)
-        seconds, once, static, kept = (float(sum(each)) for each in sums)
-        # Nothing of infinity, of a configuration that is forbidden, would be no number.
-        lead = (self.lead_rate * seconds if self.lead_rate else 0.0) + sum(
-            float(variant.lead[kind]) for kind in kinds
-        )
-        load = (
-            self.load_rate * seconds
-            + self.once_rate * once
-            + sum(float(variant.load[kind]) for kind in kinds)
-        )
-        static += sum(float(variant.static[kind]) for kind in kinds)
-        # bytes while the optimizer steps, and between the two parts of a backward
-        update, waiting = (
-            sum(float(each[kind]) for kind in kinds) for each in (variant.update, variant.waiting)
-        )
-        if self.shared is not None:  # what blocks of the stage pay together
-            together = self.shared[:, first, first + len(kinds)]
-            load, static, update = np.array([load, static, update]) + together
-        if first:  # what the stage receives
-            link = self.links[stage.link]
-            lead, kept = lead + float(link.lead[first]), kept + float(link.kept[first])
-            load = max(load + float(link.load[first]), float(link.floor[first]))
-        hump = max(humps)
-        # bytes at the worst moment: of a pass, or while the optimizer steps
-        held = max(count * kept + late * waiting for count, late in stage.held)
-        return (
-            float(lead),
-            float(load),
-            float(static + max(held + hump, stage.in_update * kept + update)),
-        )
+        return self.chain.order
 
 
 # ---- rates of schedules: they turn the seconds and bytes of stages into those of a step

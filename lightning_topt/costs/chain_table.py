@@ -113,7 +113,6 @@ class ChainTable:
 # 1), which has lead_rate 0, load_rate 1. A stage that begins with block n pays for what it receives
 # (`StageLink`).
 
-Indices = NDArray[np.intp]
 COLUMNS = ("seconds", "once", "static", "kept", "hump")
 
 

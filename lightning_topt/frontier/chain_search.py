@@ -88,12 +88,11 @@ class Frontier:
     `error_bound` is what a search may have missed: for every plan y there is a point x here with
     ``x <= (1 + error_bound) * y`` in step seconds and in peak bytes. It is 0 for a complete search.
     It is infinite where one was given up and plans may cost nothing: no relative error can be
-    stated then. `search_seconds` is its wall-clock time.
+    stated then.
     """
 
     points: tuple[FrontierPoint, ...]
     error_bound: float
-    search_seconds: float
 
     @property
     def exact(self) -> bool:
@@ -133,18 +132,18 @@ def search_meshes(
         epsilon: plans may be left out that are better by less than this share in one of both costs.
     """
     budget = Budget(max_points, max_seconds, max_bytes, epsilon)
-    started, deadline = time.perf_counter(), time.thread_time() + max_seconds
+    deadline = time.thread_time() + max_seconds
     made = [(label, make()) for label, make in candidates]
     layers = reduce_layers(_mesh_layers([table for _, table in made])) if made else []
     # no mesh, or a layer that no plan can pass
     if not layers or not all(len(layer.source) for layer in layers):
-        return Frontier((), epsilon, time.perf_counter() - started)
+        return Frontier((), epsilon)
     # prices drop whole meshes, where there are several and enough to search
     is_large = len(made) > 1 and sum(layer.values.size for layer in layers) > _UNPRICED
     priced = make_prices(layers, steps=_STEPS) if is_large else None
     costs, plans, error_bound = search_reduced(layers, budget, deadline=deadline, priced=priced)
     points = _mesh_points(made, costs, choices(layers, plans))
-    return Frontier(points, max(error_bound, epsilon), time.perf_counter() - started)
+    return Frontier(points, max(error_bound, epsilon))
 
 
 def _mesh_points(

@@ -141,7 +141,16 @@ def search_meshes(
     # prices drop whole meshes, where there are several and enough to search
     is_large = len(made) > 1 and sum(layer.values.size for layer in layers) > _UNPRICED
     priced = make_prices(layers, steps=_STEPS) if is_large else None
-    costs, plans, error_bound = search_reduced(layers, budget, deadline=deadline, priced=priced)
+    # small searches need neither prices nor compiled code
+    lifts, swept = column_lifts(layers), None
+    if priced is None and epsilon == 0:
+        swept = sweep(layers, lifts=lifts, work=min(_SMALL, max_points))
+    if swept is not None:
+        costs, plans, error_bound = *swept, 0.0
+    else:
+        costs, plans, error_bound = search_wide(
+            layers, lifts=lifts, budget=budget, deadline=deadline, priced=priced
+        )
     points = _mesh_points(made, costs, choices(layers, plans))
     return Frontier(points, max(error_bound, epsilon))
 
@@ -270,9 +279,6 @@ def _side_by_side(beside: Sequence[Layer], *, is_first: bool, is_last: bool) -> 
     )
 
 
-# ---- The search of reduced layers.
-
-
 class Budget(NamedTuple):
     """What a search may take, and what it may miss.
 
@@ -284,26 +290,6 @@ class Budget(NamedTuple):
     max_seconds: float
     max_bytes: float
     epsilon: float = 0.0
-
-
-def search_reduced(
-    layers: Sequence[Layer],
-    budget: Budget,
-    *,
-    deadline: float,
-    priced: tuple[Prices, Known] | None = None,
-) -> tuple[Array, Rows, float]:
-    """Return costs (n, 2) and transitions (n, N) of the best plans of reduced layers.
-
-    And the error bound. `deadline` is a time of `time.thread_time`, `priced` as in `search_wide`.
-    """
-    lifts = column_lifts(layers)
-    # small searches need neither prices nor compiled code
-    if priced is None and budget.epsilon == 0:
-        swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points))
-        if swept is not None:
-            return *swept, 0.0
-    return search_wide(layers, lifts=lifts, budget=budget, deadline=deadline, priced=priced)
 
 
 # ---- By NumPy: layer after layer all partial plans, without those that others beat.

@@ -91,7 +91,7 @@ def find_repeatable(
         candidate.watch(trace, order)
     with first(), trace:
         run()
-    for candidate in calls.values():
+    for candidate in reversed(calls.values()):
         candidate.module.forward = candidate.forward
     # second calls, of the modules that were called once
     counts = Counter(map(id, order))

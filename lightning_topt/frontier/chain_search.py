@@ -415,7 +415,7 @@ def search_wide(
 
 
 def _sweep_with_cap(
-    prepared: Sequence[Prepared],
+    prepared: Sequence[KernelLayer],
     prices: Prices,
     known: Known,
     *,
@@ -472,16 +472,16 @@ class States:
         return States(self.costs[rows], np.cumsum(counts), self.parent[rows], self.via[rows])
 
 
-class Prepared(NamedTuple):
+class KernelLayer(NamedTuple):
     """A layer for the kernels: its transitions in their order, the arrays that they take."""
 
     order: Rows
-    arrays: tuple[Array, ...]
+    arrays: tuple[NDArray[Any], ...]
     columns: int
 
 
 def _extended(
-    states: States, layer: Prepared, bounds: tuple[Array, Array, Array], *, deadline: float
+    states: States, layer: KernelLayer, bounds: tuple[Array, Array, Array], *, deadline: float
 ) -> States:
     """Take one layer between any boundaries, in chunks of transitions.
 
@@ -554,7 +554,7 @@ def _hopeful(states: States, bounds: tuple[Array, Array, Array]) -> States:
     return states.take(kept[: counts.sum()], counts)
 
 
-def _prepare(layer: Layer, lift: Array) -> Prepared:
+def _prepare(layer: Layer, lift: Array) -> KernelLayer:
     # Transitions by target
     order = np.argsort(layer.target, kind="stable")
     begin = np.searchsorted(layer.target[order], np.arange(layer.groups + 1))
@@ -571,7 +571,7 @@ def _prepare(layer: Layer, lift: Array) -> Prepared:
     made = (
         np.ascontiguousarray(a, np.float64 if a.dtype.kind == "f" else np.int64) for a in arrays
     )
-    return Prepared(order, tuple(made), layer.columns)
+    return KernelLayer(order, tuple(made), layer.columns)
 
 
 def _room(size: int, columns: int) -> list[NDArray[Any]]:

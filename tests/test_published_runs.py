@@ -129,7 +129,7 @@ def test_repeated_blocks_are_the_model_of_that_depth(tensor):
     fast = repeat_blocks(StageBlocks(short), (0, 1, 1, 1, 2))
     for stages, ends in ((1, (5,)), (2, (2, 5))):
         shape = PipelineShape(stages, 2, "1f1b", 1, 4, 2.0, tensor=tensor)
-        point = StagePoint(0.0, 0.0, ends, (0,) * stages, (0,) * 5)
+        point = StagePoint(0.0, 0.0, ends, (0,) * 5)
         steps = [
             step_seconds_of(stage_seconds(each, shape, [point]), shape)[0] for each in (fast, twin)
         ]

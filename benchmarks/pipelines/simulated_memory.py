@@ -77,7 +77,7 @@ def memory_curves(simulation: Simulation) -> tuple[MemoryCurve, ...]:
     ):
         is_forward = action.kind == "forward"
         # received: until it is part of the activations, or for all of a backward pass
-        for number, _ in step.received:
+        for number in step.received:
             changes.hold_tensor(
                 rank, walk.transfers[number], times.sent[number], start if is_forward else end
             )

@@ -44,6 +44,7 @@ from benchmarks.prediction.fitted_constants import (
     FittedConstants,
     fit_constants,
 )
+from benchmarks.prediction.overlapped_step import OverlappedStep
 from benchmarks.prediction.repeated_blocks import RepeatedBlocks, repeat_blocks
 from benchmarks.prediction.training_runs import ModelSizes, RunsAgain, TrainingRun, read_run_file
 from benchmarks.prediction.transformer import RankTransformer, TransformerSizes, takes_fused_softmax
@@ -53,7 +54,6 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.communication import Group, estimate_collective_seconds
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
 from lightning_topt.costs.plain_values import names, shown
-from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
@@ -339,7 +339,7 @@ class RunPrices:
         each, more = divmod(run.model.layers, shape.num_stages)
         ends = tuple(each * s + min(s, more) for s in range(1, shape.num_stages + 1))
         layers = (int(again),) * run.model.layers
-        point = StagePoint(0.0, 0.0, ends, (0,) * shape.num_stages, layers)
+        point = StagePoint(0.0, 0.0, ends, layers)
         # Megatron and nanotron reduce-scatter gradients and gather parameters under ZeRO-1, which
         # takes as long as the all-reduce of level 0.
         seconds = stage_seconds(blocks, shape, [point])
@@ -487,7 +487,7 @@ class CapturedStep:
     """
 
     graph: OpGraph
-    base: TrainingStep
+    base: OverlappedStep
     blocks: StageBlocks
 
 
@@ -514,7 +514,7 @@ def captured_step(sizes: TransformerSizes) -> CapturedStep:
         "any", Device("any", 1, {"float32": 1.0}, 1.0), sizes.tensor, 1, Link(0.0, 1.0)
     )
     mesh = Mesh((Axis("data", 1), *tensor))
-    base = TrainingStep(graph, machines, optimizer, mesh, graph.batch_size)
+    base = OverlappedStep(graph, machines, optimizer, mesh, graph.batch_size)
     return CapturedStep(graph, base, StageBlocks(base))
 
 

@@ -30,7 +30,7 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
         OSError: it cannot be opened.
     """
     # /proc/<pid>/fd/<n> is a link by nature, and the file behind it is checked below
-    if not is_held(path):
+    if _HELD not in path.parents:
         flags |= os.O_NOFOLLOW
     try:
         # a pipe there is not waited for
@@ -86,37 +86,20 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def not_own_reason(
-    status: os.stat_result, *, forbidden: int = OTHERS_WRITE, also_root: bool = True
-) -> str | None:
-    """Return why a file or folder is not this user's alone; None where it is.
-
-    Args:
-        status: of the file or folder.
-        forbidden: bits of its mode that let others write.
-        also_root: root counts as this user.
-    """
-    # root can change everything anyway, so its files are no worse
-    if status.st_uid != os.geteuid() and not (also_root and status.st_uid == 0):
-        return f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}"
-    if status.st_mode & forbidden:
-        return f"others may write to it, its mode is {stat.S_IMODE(status.st_mode):o} (chmod go-w)"
-    return None
-
-
-def is_held(path: Path) -> bool:
-    """Return whether a path is the system's link to a file that some process holds open."""
-    return _HELD in path.parents
-
-
 def is_own(descriptor: int) -> bool:
     """Return whether an open file belongs to this user, or root."""
     return os.fstat(descriptor).st_uid in (0, os.geteuid())
 
 
 def _check(status: os.stat_result, path: Path, *, forbidden: int = OTHERS_WRITE) -> None:
-    if reason := not_own_reason(status, forbidden=forbidden):
-        raise _not_own(reason, path)
+    # `forbidden` are bits of the mode that let others write; root can change everything anyway, so
+    # its files are no worse
+    if status.st_uid not in (0, os.geteuid()):
+        owner = f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}"
+        raise _not_own(owner, path)
+    if status.st_mode & forbidden:
+        mode = f"others may write to it, its mode is {stat.S_IMODE(status.st_mode):o} (chmod go-w)"
+        raise _not_own(mode, path)
 
 
 def _not_own(reason: str, path: Path) -> NotOwn:

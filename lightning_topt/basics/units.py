@@ -100,9 +100,9 @@ def format_count(count: float) -> str:
     return f"{count:g}"
 
 
-def format_money(amount: float, currency: str = "") -> str:
-    """Format money for people: ``"12,300 USD"``, ``"0.42"``."""
-    return f"{f'{amount:,.0f}' if amount >= 100 else f'{amount:.3g}'} {currency}".rstrip()
+def format_money(amount: float) -> str:
+    """Format money for people: ``"12,300"``, ``"0.42"``."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
 def _parse(

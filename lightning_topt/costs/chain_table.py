@@ -13,16 +13,15 @@ backward of earlier blocks. For blocks n = 0 ... N-1
                    kept of j < n + hump of n + late of j > n             backward of n
                    late of all + update_bytes                            the optimizer step
 
-`evaluate` says the same in arrays. The search folds blocks from the last to the first with five
-numbers (`search_chain`).
+The search folds blocks from the last to the first with five numbers (`search_chain`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from lightning_topt.schedules.schedules import SCHEDULES
 
 Array = NDArray[np.float64]
 
-_COSTS = ("seconds", "backward", "exchange", "static", "kept", "late", "hump")
 _FORWARD = {"held": "kept", "forward_hump": "hump"}  # what they are where they are not given
 
 
@@ -74,11 +72,6 @@ class BlockCosts:
         given: Array | None = getattr(self, name)
         return self.cost(_FORWARD[name]) if given is None else given
 
-    @property
-    def splits_forward(self) -> bool:
-        """Whether forward takes other bytes than backward."""
-        return self.held is not None or self.forward_hump is not None
-
 
 @dataclass(frozen=True, eq=False)
 class ChainTable:
@@ -96,65 +89,13 @@ class ChainTable:
     update_bytes: float = 0.0
     names: tuple[str, ...] = ()
 
-    def block(self, n: int) -> BlockCosts:
-        """Return the costs of block `n` of the chain."""
-        return self.blocks[self.order[n]]
-
-    def evaluate(self, plans: NDArray[np.intp]) -> tuple[Array, Array]:
-        """Return (step_seconds, peak_bytes) (n,) of `plans` (n, block).
-
-        Plans are indices of configurations.
-        """
-        # by name of the cost: (block, n)
-        shape = len(self.order), len(plans)
-        chosen = {
-            name: np.array(
-                [self.block(n).cost(name)[plans[:, n]] for n in range(shape[0])]
-            ).reshape(shape)
-            for name in (*_COSTS, *_FORWARD)
-        }
-        # sums over blocks (n,)
-        seconds, static = chosen["seconds"].sum(axis=0), chosen["static"].sum(axis=0)
-        # the step is over when computation and network are
-        step = np.maximum(
-            seconds, self._network_seconds(seconds, chosen["backward"], chosen["exchange"])
-        )
-        moving = [  # backward, forward, the ends of both, the update
-            self._moving_bytes(chosen["kept"], chosen["late"], chosen["hump"]),
-            self._moving_bytes(chosen["held"], chosen["late"], chosen["forward_hump"]),
-            chosen["kept"].sum(axis=0),
-            chosen["held"].sum(axis=0),
-            chosen["late"].sum(axis=0) + self.update_bytes,
-        ]
-        return step + self.fixed_seconds, static + np.max(moving, axis=0) + self.fixed_bytes
-
-    @staticmethod
-    def _network_seconds(seconds: Array, backward: Array, exchange: Array) -> Array:
-        # The seconds (n,) when the last exchange is over
-        finished = np.full_like(seconds, -np.inf)
-        for n in range(len(backward) - 1, -1, -1):  # in the order of backward
-            # backward passes of blocks before n are still to come then
-            ready = seconds - backward[:n].sum(axis=0)
-            finished = np.maximum(finished, ready) + exchange[n]
-        return finished
-
-    @staticmethod
-    def _moving_bytes(kept: Array, late: Array, hump: Array) -> Array:
-        # The most bytes (n,) while a block runs, above what is static
-        # while block n runs: blocks before it keep, blocks behind it are late
-        peaks = [
-            kept[:n].sum(axis=0) + hump[n] + late[n + 1 :].sum(axis=0) for n in range(len(hump))
-        ]
-        return np.asarray(np.max(peaks, axis=0)) if peaks else np.zeros(hump.shape[1])
-
 
 # ---- stages of a pipeline
 #
 # Costs of a chain of blocks whose runs of neighbours are the stages of a pipeline.
 #
-# A stage takes one of its variants (a device, a level of sharding), a block one configuration. With
-# M microbatches, w how many of them a stage holds activations of at most (its schedule says how
-# many), everything else sums over the blocks of a stage:
+# A block takes one configuration. With M microbatches, w how many of them a stage holds activations
+# of at most (its schedule says how many), everything else sums over the blocks of a stage:
 #
 #     step_seconds   sum over stages of lead  +  the largest load of a stage
 #                    lead = lead_rate * seconds + constants
@@ -172,7 +113,6 @@ class ChainTable:
 # 1), which has lead_rate 0, load_rate 1. A stage that begins with block n pays for what it receives
 # (`StageLink`).
 
-Indices = NDArray[np.intp]
 COLUMNS = ("seconds", "once", "static", "kept", "hump")
 
 
@@ -207,37 +147,20 @@ class StageChain:
     blocks: tuple[StageBlock, ...]
     order: tuple[int, ...]
 
-    @cached_property
-    def costs(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
-        """The costs of each block under each configuration, as plain numbers.
-
-        In the order of `COLUMNS`.
-        """
-        columns = ([getattr(block, name).tolist() for name in COLUMNS] for block in self.blocks)
-        return tuple(tuple(zip(*each, strict=True)) for each in columns)
-
 
 @dataclass(frozen=True, eq=False)
-class StageVariant:
-    """One way for all blocks of a stage.
+class StageExtras:
+    """What blocks take in a stage beside the costs of their chain, arrays (distinct block,).
 
-    `lead`, `load` and `static` (distinct block,) come on top of those of `chain`; `update` are
-    bytes that the optimizer takes while it steps, `waiting` those of a microbatch between the two
-    parts of its backward.
+    `lead`, `load` and `static` are as in the table; `update` are bytes that the optimizer takes
+    while it steps, `waiting` those of a microbatch between the two parts of its backward.
     """
 
-    chain: StageChain
     lead: Array
     load: Array
     static: Array
     update: Array
     waiting: Array
-
-    @classmethod
-    def of(cls, chain: StageChain) -> StageVariant:
-        """Return the costs of `chain` as they are."""
-        nothing = np.zeros(len(chain.blocks))
-        return cls(chain, nothing, nothing, nothing, nothing, nothing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,25 +176,20 @@ class StageLink:
     floor: Array
     kept: Array
 
-    @classmethod
-    def none(cls, count: int) -> StageLink:
-        """Return a link that costs nothing, of a chain of `count` blocks."""
-        return cls(*np.zeros((4, count)))
-
 
 @dataclass(frozen=True)
 class StageKind:
-    """What one stage may be.
+    """What one stage is.
 
     Attributes:
-        variants: indices of those that it may take.
+        extras: the index of what its blocks take besides.
         in_flight: microbatches that it holds at most.
         link: what it receives through.
         waits: (h, g): h microbatches held, g of which between the two parts of their backward.
         in_update: microbatches that it holds while its optimizer steps.
     """
 
-    variants: tuple[int, ...]
+    extras: int
     in_flight: float
     link: int = 0
     waits: tuple[tuple[float, float], ...] = ()
@@ -292,7 +210,8 @@ class StageTable:
     `fixed_bytes`. Raises ValueError for fewer blocks than stages.
     """
 
-    variants: tuple[StageVariant, ...]
+    chain: StageChain
+    extras: tuple[StageExtras, ...]
     stages: tuple[StageKind, ...]
     links: tuple[StageLink, ...]
     lead_rate: float
@@ -311,60 +230,7 @@ class StageTable:
     @property
     def order(self) -> tuple[int, ...]:
         """The place of each block among the distinct ones."""
-        return self.variants[0].chain.order
-
-    def evaluate(
-        self, ends: Sequence[int], variants: Sequence[int], configs: Sequence[int]
-    ) -> tuple[float, float]:
-        """Return (step_seconds, peak_bytes) of one plan.
-
-        `ends` (stage,) say before which block each stage ends, `variants` (stage,) and `configs`
-        (block,) are indices.
-        """
-        # leads of stages add up; load and bytes are those of the worst stage
-        lead, load, size, first = 0.0, 0.0, 0.0, 0
-        for stage, end, variant in zip(self.stages, ends, variants, strict=True):
-            own = self._stage(stage, self.variants[variant], first, configs[first:end])
-            lead, load, size, first = lead + own[0], max(load, own[1]), max(size, own[2]), end
-        return self.fixed_seconds + lead + load, self.fixed_bytes + size
-
-    def _stage(
-        self, stage: StageKind, variant: StageVariant, first: int, configs: Sequence[int]
-    ) -> tuple[float, float, float]:
-        # the distinct block, and its row of costs, for each block of the stage
-        kinds = self.order[first : first + len(configs)]
-        rows = [variant.chain.costs[kind][c] for kind, c in zip(kinds, configs, strict=True)]
-        *sums, humps = zip(*rows, strict=True)
-        seconds, once, static, kept = (float(sum(each)) for each in sums)
-        # Nothing of infinity, of a configuration that is forbidden, would be no number.
-        lead = (self.lead_rate * seconds if self.lead_rate else 0.0) + sum(
-            float(variant.lead[kind]) for kind in kinds
-        )
-        load = (
-            self.load_rate * seconds
-            + self.once_rate * once
-            + sum(float(variant.load[kind]) for kind in kinds)
-        )
-        static += sum(float(variant.static[kind]) for kind in kinds)
-        # bytes while the optimizer steps, and between the two parts of a backward
-        update, waiting = (
-            sum(float(each[kind]) for kind in kinds) for each in (variant.update, variant.waiting)
-        )
-        if self.shared is not None:  # what blocks of the stage pay together
-            together = self.shared[:, first, first + len(kinds)]
-            load, static, update = np.array([load, static, update]) + together
-        if first:  # what the stage receives
-            link = self.links[stage.link]
-            lead, kept = lead + float(link.lead[first]), kept + float(link.kept[first])
-            load = max(load + float(link.load[first]), float(link.floor[first]))
-        hump = max(humps)
-        # bytes at the worst moment: of a pass, or while the optimizer steps
-        held = max(count * kept + late * waiting for count, late in stage.held)
-        return (
-            float(lead),
-            float(load),
-            float(static + max(held + hump, stage.in_update * kept + update)),
-        )
+        return self.chain.order
 
 
 # ---- rates of schedules: they turn the seconds and bytes of stages into those of a step

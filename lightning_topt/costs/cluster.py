@@ -518,22 +518,27 @@ def _path(round_trip_seconds: float, bandwidth: float, loss: float = 0.0) -> Dat
     return DatagramPath(round_trip_seconds, loss, bandwidth)
 
 
-def _curve(data: Any, *, name: str) -> tuple[CurveKey, CollectiveCurve]:
-    entries = read_entries(data, _CURVE, needed=("op", "group_size", "bytes", "seconds"), name=name)
-    curve = CollectiveCurve(
-        tuple(map(float, entries["bytes"])), entries["seconds"], entries.get("wait_seconds", 0.0)
-    )
-    return (entries["op"], entries["group_size"], entries.get("stride", 1)), curve
+def _measured(
+    op: str,
+    group_size: int,
+    bytes: Sequence[int],
+    seconds: tuple[float, ...],
+    stride: int = 1,
+    wait_seconds: float = 0.0,
+) -> tuple[CurveKey, CollectiveCurve]:
+    curve = CollectiveCurve(tuple(map(float, bytes)), seconds, wait_seconds)
+    return (op, group_size, stride), curve
 
 
-_CURVE: dict[str, ValueReader[Any]] = {
-    "op": text,
-    "group_size": whole,
-    "stride": whole,
-    "bytes": list_of(parse_bytes),
-    "seconds": list_of(parse_seconds),
-    "wait_seconds": parse_seconds,
-}
+_curve = record(
+    _measured,
+    op=text,
+    group_size=whole,
+    stride=whole,
+    bytes=list_of(parse_bytes),
+    seconds=list_of(parse_seconds),
+    wait_seconds=parse_seconds,
+)
 _device = record(
     Device,
     name=text,

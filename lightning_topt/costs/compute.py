@@ -7,14 +7,10 @@
     device T = sum of t and of collectives, host H = h n
     T = T + H             where host and device are one     estimate_pass_seconds (CPUs)
     T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds [2]
-    P, C -> max(P, C) + min(P, C) / n                       overlapped_seconds [4]
 
 [1] Williams, Waterman & Patterson, CACM 52(4), 2009 (roofline); f is Hockney's half-performance
 length, 1988. [2] benchmarks/prediction/gpu_cost_model.py. [3] Dao, arXiv 2307.08691, figures 4 to
-6: causal attention of 2,048 positions runs at three quarters of the rate of 16,384. [4] Products
-that take P, and the gathers and scatters beside them that take C, in n parts: Wang et al., Overlap
-Communication with Dependent Computation via Decomposition, ASPLOS 2023; Megatron-LM's
-tp-comm-overlap, torch's asynchronous tensor parallelism. Nothing here runs [4].
+6: causal attention of 2,048 positions runs at three quarters of the rate of 16,384.
 
 The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of
 the two, and a little more where they are close (q). h is `Device.launch_seconds` on accelerators,
@@ -157,24 +153,6 @@ def estimate_pass_seconds(
     host = (own + len(collectives) * launches + more_launches) * device.launch_seconds
     ahead = host_bound_seconds(seconds + sum(collectives), host_seconds=host)
     return ahead + calls * device.framework_seconds
-
-
-def overlapped_seconds(products: float, exchanges: float, *, parts: int) -> float:
-    """Return the seconds of products and of the exchanges beside them, both cut into `parts`.
-
-    Only the first exchange waits for nothing, or the last product.
-    """
-    return max(products, exchanges) + min(products, exchanges) / parts
-
-
-def product_seconds(kernels: Iterable[Kernel], *, batch_size: float, **options: Any) -> float:
-    """Return the seconds of the matrix products among `kernels`, without attention."""
-    products = [
-        kernel
-        for kernel in kernels
-        if kernel.flops.at(batch_size) > 0 and "_scaled_dot_product_" not in kernel.name
-    ]
-    return estimate_kernels_seconds(products, batch_size=batch_size, **options)
 
 
 def launches_of(kernels: Iterable[Kernel]) -> float:

@@ -242,22 +242,18 @@ def kept_global_state() -> Iterator[None]:
     default dtype is float32: what is measured does not depend on where it is measured from. CUDA's
     memory that was measured with is given back. Also usable as a decorator.
     """
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy, dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
     # Asking for the state would start CUDA in a process that does not use it.
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    cuda = torch.cuda.get_rng_state_all() if in_use else []
-    dtype = torch.get_default_dtype()
+    kept = torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ())
     try:
         torch.set_default_dtype(torch.float32)
-        with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+        with kept, torch.inference_mode(False), torch.enable_grad(), _no_autocast():
             yield
     finally:
         torch.set_default_dtype(dtype)
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the training lays out its memory anew
 

@@ -34,8 +34,6 @@ from lightning_topt.costs.compute import (
     KernelKey,
     estimate_pass_seconds,
     launches_of_step,
-    overlapped_seconds,
-    product_seconds,
 )
 from lightning_topt.costs.lifetimes import Lifetime, Phases, phases_of
 from lightning_topt.costs.optimizer import OptimizerProfile
@@ -112,8 +110,6 @@ class TrainingStep:
         gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they
             are tensors of their own.
         float32_gathers: see `ParallelPlan`.
-        tensor_overlap: gathers and scatters along tensor axes run beside the products that they
-            belong to, in parts. Predicted only: no plan runs so.
         local_steps: data ranks train alone, and meet as it says once in many steps, of which a step
             has its share; None: gradients are averaged in every step.
         offloads: shards may be offloaded (`Storage`).
@@ -138,7 +134,6 @@ class TrainingStep:
     split_calls: int = 0
     gradient_views: bool = False
     float32_gathers: bool = False
-    tensor_overlap: bool = False
     local_steps: LocalMethod | None = None
     offloads: bool = False
     compiled: Mapping[str, CompiledCost] = field(default_factory=dict)
@@ -334,27 +329,21 @@ class TrainingStep:
             else kernels
         )
         calls: list[float] = []  # seconds of each call of a collective
-        beside, parts = 0.0, 1  # those that may run beside products, and in how many parts
         for kernel in communication:
             shown = self.shown(kernel)
             assert shown is not None
             op, size, axis = shown
-            each = self.collective_seconds(op, size, axes=[axis])
-            calls += [each] * kernel.count
-            if op in ("all_gather", "reduce_scatter"):
-                beside, parts = beside + each * kernel.count, self.mesh.shape[axis]
-        known: dict[str, Any] = {
-            "batch_size": self.batch_size,
-            "device": self.cluster.device,
-            "measured": self.kernel_seconds,
-            "measured_batch_size": self.graph.batch_size,
-        }
+            calls += [self.collective_seconds(op, size, axes=[axis])] * kernel.count
         seconds = estimate_pass_seconds(
-            computation, collectives=calls, launches=launches, more_launches=more_launches, **known
+            computation,
+            collectives=calls,
+            launches=launches,
+            more_launches=more_launches,
+            batch_size=self.batch_size,
+            device=self.cluster.device,
+            measured=self.kernel_seconds,
+            measured_batch_size=self.graph.batch_size,
         )
-        if self.tensor_overlap and beside:
-            products = product_seconds(computation, **known)
-            seconds -= products + beside - overlapped_seconds(products, beside, parts=parts)
         return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
 
     def shown(self, kernel: Kernel) -> tuple[str, float, int] | None:

@@ -13,8 +13,9 @@ the blocks folded so far, whatever their number. With the names of `BlockCosts`:
     z  peak of forward    z' = max(z + held, L + forward_hump) + static
 
 C and F start from fixed_seconds, L, x and z from fixed_bytes; the step takes F (never less than C),
-and the largest of x, z and L + update_bytes. z is left out where forward takes the same as
-backward. F counts from the start of the step and not from C, which makes more plans comparable.
+and the largest of x, z and L + update_bytes. F counts from the start of the step and not from C,
+which makes more plans comparable. Columns that never decide are left out (`layers`), as z is where
+forward takes the same as backward.
 
 The layers of all meshes are searched at once, side by side. A mesh whose prices (`prices`) show
 that none of its plans can become better than known ones of any mesh is dropped whole.
@@ -54,6 +55,7 @@ from lightning_topt.frontier.prices import Bounds, Known, Prices, layer_kernels,
 C, F, L, X, Z = range(5)
 START, END = np.array([C, F, C, L, X, L, Z, L]), np.array([C, F, F, L, X, X, Z, Z])
 _FINAL = np.array([0, 0, 1, 1, 1])  # what becomes of the columns: seconds, bytes
+_COLUMNS = len(_FINAL)
 _STEPS = 16  # for the prices of all meshes
 _UNPRICED = 2**15  # numbers of all meshes up to which prices are not worth loading compiled code
 _SMALL = 2**19  # work up to which NumPy alone is used
@@ -86,12 +88,11 @@ class Frontier:
     `error_bound` is what a search may have missed: for every plan y there is a point x here with
     ``x <= (1 + error_bound) * y`` in step seconds and in peak bytes. It is 0 for a complete search.
     It is infinite where one was given up and plans may cost nothing: no relative error can be
-    stated then. `search_seconds` is its wall-clock time.
+    stated then.
     """
 
     points: tuple[FrontierPoint, ...]
     error_bound: float
-    search_seconds: float
 
     @property
     def exact(self) -> bool:
@@ -102,9 +103,8 @@ class Frontier:
 def search_chain(table: ChainTable, **limits: Any) -> Frontier:
     """Return every Pareto-minimal plan of a chain of blocks, by memory ascending.
 
-    Of plans with equal costs one is kept. Costs are rounded by about an ulp of the total during
-    the search; points have the costs that ``table.evaluate`` gives their plans. The frontier is
-    empty when infinite costs forbid every plan.
+    Of plans with equal costs one is kept. Costs are rounded by about an ulp of the total. The
+    frontier is empty when infinite costs forbid every plan.
 
     A search that is not allowed what it needs returns the best plans it knows: ``exact`` is False
     then, and ``error_bound`` holds (see `Frontier`). `limits` are those of `search_meshes`.
@@ -132,96 +132,74 @@ def search_meshes(
         epsilon: plans may be left out that are better by less than this share in one of both costs.
     """
     budget = Budget(max_points, max_seconds, max_bytes, epsilon)
-    started, deadline = time.perf_counter(), time.thread_time() + max_seconds
+    deadline = time.thread_time() + max_seconds
     made = [(label, make()) for label, make in candidates]
     layers = reduce_layers(_mesh_layers([table for _, table in made])) if made else []
     # no mesh, or a layer that no plan can pass
     if not layers or not all(len(layer.source) for layer in layers):
-        return Frontier((), epsilon, time.perf_counter() - started)
+        return Frontier((), epsilon)
     # prices drop whole meshes, where there are several and enough to search
     is_large = len(made) > 1 and sum(layer.values.size for layer in layers) > _UNPRICED
     priced = make_prices(layers, steps=_STEPS) if is_large else None
-    plans, error_bound = search_reduced(layers, budget, deadline=deadline, priced=priced)
-    points = _mesh_points(made, choices(layers, plans))
-    return Frontier(points, max(error_bound, epsilon), time.perf_counter() - started)
+    # small searches need neither prices nor compiled code
+    lifts, swept = column_lifts(layers), None
+    if priced is None and epsilon == 0:
+        swept = sweep(layers, lifts=lifts, work=min(_SMALL, max_points))
+    if swept is not None:
+        costs, plans, error_bound = *swept, 0.0
+    else:
+        costs, plans, error_bound = search_wide(
+            layers, lifts=lifts, budget=budget, deadline=deadline, priced=priced
+        )
+    points = _mesh_points(made, costs, choices(layers, plans))
+    return Frontier(points, max(error_bound, epsilon))
 
 
 def _mesh_points(
-    made: Sequence[tuple[Any, ChainTable]], decided: Rows
+    made: Sequence[tuple[Any, ChainTable]], costs: Array, decided: Rows
 ) -> tuple[FrontierPoint, ...]:
-    # The plans that no other of `decided` (n, N) beats, with the costs of their tables
-    # chains of fewer blocks leave the columns behind theirs at 0
-    costs = np.empty((len(decided), 2))
-    configs = np.zeros((len(decided), decided.shape[1]), np.intp)
-    names = {mesh: _names_of(made[mesh][1]) for mesh in np.unique(decided[:, 0]).tolist()}
-    for mesh in names:
-        # the costs of the meshes' own tables, mesh by mesh: the search has them rounded
-        rows, table = np.flatnonzero(decided[:, 0] == mesh), made[mesh][1]
-        plans = _blocks_of(table, decided[rows])
-        costs[rows] = np.stack(table.evaluate(plans), axis=1)
-        configs[rows, : plans.shape[1]] = plans
-    best = pareto_rows_2(costs[:, 1], costs[:, 0])
-    chosen = zip(
-        decided[best, 0].tolist(), costs[best].tolist(), configs[best].tolist(), strict=True
-    )
-    return tuple(
-        FrontierPoint(seconds, size, dict(zip(names[mesh], plan, strict=False)), made[mesh][0])
-        for mesh, (seconds, size), plan in chosen
-    )
-
-
-def _names_of(table: ChainTable) -> tuple[str, ...]:
-    # The names of the blocks of a chain, numbers where it has none
-    return table.names or tuple(str(n) for n in range(len(table.order)))
-
-
-def _blocks_of(table: ChainTable, decided: Rows) -> Rows:
-    # The configurations (n, block) of plans from what all layers decide (n, N)
-    # layers go from the last block to the first, and end with one that decides nothing
-    return decided[:, -2 : -2 - len(table.order) : -1]
+    # The plans that no other of `decided` (n, N) beats; their costs are (n, [seconds, bytes])
+    best, points = pareto_rows_2(costs[:, 1], costs[:, 0]), []
+    for (seconds, size), plan in zip(costs[best].tolist(), decided[best].tolist(), strict=True):
+        label, table = made[plan[0]]
+        names = table.names or tuple(map(str, range(len(table.order))))
+        # layers go from the last block to the first, and end with one that decides nothing
+        configs = plan[-2 : -2 - len(table.order) : -1]
+        choice = dict(zip(names, configs, strict=True))
+        points.append(FrontierPoint(seconds, size, choice, label))
+    return tuple(points)
 
 
 # ---- Layers of one chain.
 
 
-def chain_layers(table: ChainTable, *, grids: tuple[float, float], columns: int) -> list[Layer]:
+def chain_layers(table: ChainTable, *, grids: tuple[float, float]) -> list[Layer]:
     """Return the start, one layer for each block from the last to the first, and the end.
 
-    Costs are rounded to `grids` (seconds, bytes). Equal blocks share one layer. `grids` and the
-    number of `columns` are those that all tables need which are searched together.
+    Costs are rounded to `grids` (seconds, bytes), those that all tables need which are searched
+    together. Equal blocks share one layer.
     """
-    count = columns
     # what every plan has: before the first block, and in the update
-    fixed = np.array([[table.fixed_seconds] * 2 + [table.fixed_bytes] * (count - 2)])
-    update = np.where(np.arange(count) == L, table.update_bytes, 0.0)[None]
-    grid = np.array(grids)[_FINAL[:count]]
-    one, final, own = np.zeros(1, np.intp), _FINAL[:count], np.arange(count)
+    fixed = np.array([[table.fixed_seconds, table.fixed_bytes]])[:, _FINAL]
+    update = np.where(np.arange(_COLUMNS) == L, table.update_bytes, 0.0)[None]
+    grid = np.array(grids)[_FINAL]
+    one, own = np.zeros(1, np.intp), np.arange(_COLUMNS)
     # the start: what every plan pays
-    layers = [Layer(one, one, np.round(fixed / grid) * grid, final, own, one, 1, count)]
+    layers = [Layer(one, one, np.round(fixed / grid) * grid, _FINAL, own, one, 1, _COLUMNS)]
     # equal blocks are one layer, whose work is done once
-    made = [_block_layer(block, grids, count) for block in table.blocks]
+    made = [_block_layer(block, grids) for block in table.blocks]
     layers += [made[kind] for kind in reversed(table.order)]
     # the end: seconds, and the largest of the peaks and of the level in the update
-    return [*layers, Layer(one, one, np.round(update / grid) * grid, own, final, one, 1, 2)]
+    return [*layers, Layer(one, one, np.round(update / grid) * grid, own, _FINAL, one, 1, 2)]
 
 
-def column_count(table: ChainTable) -> int:
-    """Return how many of the five columns the chain needs.
-
-    z only where forward takes other bytes than backward.
-    """
-    return 5 if any(block.splits_forward for block in table.blocks) else 4
-
-
-def _block_layer(block: BlockCosts, grids: tuple[float, float], columns: int) -> Layer:
+def _block_layer(block: BlockCosts, grids: tuple[float, float]) -> Layer:
     # A transition for each allowed configuration of a block
     values = _entries(block, grids)
     # forbidden configurations are infinite
     choice = np.flatnonzero(np.isfinite(values).all(axis=1))
     one = np.zeros_like(choice)
-    # without z, entries that end in it are left out
-    used = np.flatnonzero(columns > END)
-    return Layer(one, one, values[choice][:, used], START[used], END[used], choice, 1, columns)
+    return Layer(one, one, values[choice], START, END, choice, 1, _COLUMNS)
 
 
 def _entries(block: BlockCosts, grids: tuple[float, float]) -> Array:
@@ -263,15 +241,14 @@ def _exact_grids(table: ChainTable) -> tuple[float, float]:
 def _mesh_layers(tables: Sequence[ChainTable]) -> list[Layer]:
     """Return the layers of `tables`, at least one; the first decides which table a plan is of.
 
-    Chains with fewer blocks than others wait behind that: `_blocks_of` leaves that out.
+    Chains with fewer blocks than others wait behind that.
     """
-    columns = max(map(column_count, tables))
     grids = np.max([_exact_grids(table) for table in tables], axis=0)
-    chains = [chain_layers(table, grids=(grids[0], grids[1]), columns=columns) for table in tables]
+    chains = [chain_layers(table, grids=(grids[0], grids[1])) for table in tables]
     depth = max(map(len, chains))
     # decides nothing and changes no column, between boundaries with one group
-    one, used = np.zeros(1, np.intp), np.flatnonzero(columns > END)
-    waiting = Layer(one, one, np.zeros((1, len(used))), START[used], END[used], one, 1, columns)
+    one = np.zeros(1, np.intp)
+    waiting = Layer(one, one, np.zeros((1, len(START))), START, END, one, 1, _COLUMNS)
     chains = [
         [chain[0], *itertools.repeat(waiting, depth - len(chain)), *chain[1:]] for chain in chains
     ]
@@ -302,9 +279,6 @@ def _side_by_side(beside: Sequence[Layer], *, is_first: bool, is_last: bool) -> 
     )
 
 
-# ---- The search of reduced layers.
-
-
 class Budget(NamedTuple):
     """What a search may take, and what it may miss.
 
@@ -318,37 +292,16 @@ class Budget(NamedTuple):
     epsilon: float = 0.0
 
 
-def search_reduced(
-    layers: Sequence[Layer],
-    budget: Budget,
-    *,
-    deadline: float,
-    priced: tuple[Prices, Known] | None = None,
-) -> tuple[Rows, float]:
-    """Return the transitions of the best plans (n, N) of reduced layers, and the error bound.
-
-    `deadline` is a time of `time.thread_time`, `priced` as in `search_wide`.
-    """
-    lifts = column_lifts(layers)
-    # small searches need neither prices nor compiled code
-    if priced is None and budget.epsilon == 0:
-        swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points))
-        if swept is not None:
-            return swept[2], 0.0
-    return search_wide(layers, lifts=lifts, budget=budget, deadline=deadline, priced=priced)
-
-
 # ---- By NumPy: layer after layer all partial plans, without those that others beat.
 
 
 def sweep(
-    layers: Sequence[Layer], *, lifts: Sequence[Array] | None = None, work: float = np.inf
-) -> tuple[Array, Rows, Rows] | None:
-    """Return the best plans of every last group; None where that takes more than `work`.
+    layers: Sequence[Layer], *, lifts: Sequence[Array], work: float
+) -> tuple[Array, Rows] | None:
+    """Return costs (n, 2) and transitions (n, N) of the best plans.
 
-    Returns their columns (n, c), groups (n,) and transitions (n, N). `lifts` are those of
-    `layers.column_lifts`. `work` counts the numbers computed, with a charge for every group of a
-    layer.
+    None where that takes more than `work`, which counts the numbers computed, with a charge for
+    every group of a layer. `lifts` are those of `layers.column_lifts`.
     """
     work -= sum(_PER_GROUP * layer.groups + layer.values.size for layer in layers)
     # before the first layer: one state of no seconds and no bytes
@@ -370,13 +323,12 @@ def sweep(
         parent = np.repeat(np.arange(len(group)), count)
         within = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
         via = order[first[parent] + within]
-        after = apply(layer, states[parent], via)
         # raised where that decides nothing, so that more states can be compared
-        after = after if lifts is None else _lifted(after, lifts[n + 1])
+        after = _lifted(apply(layer, states[parent], via), lifts[n + 1])
         kept = _minimal_by_group(after, layer.target[via])
         states, group = after[kept], layer.target[via[kept]]
         back.append((parent[kept], via[kept]))
-    return states, group, _follow(back, np.arange(len(states)))
+    return states, _follow(back, np.arange(len(states)))
 
 
 def _lifted(states: Array, lift: Array) -> Array:
@@ -416,7 +368,7 @@ def _follow(back: Sequence[tuple[Rows, Rows]], rows: Rows) -> Rows:
 
 
 class GiveUpError(Exception):
-    """A walk ran out of time."""
+    """A sweep ran out of time."""
 
 
 def search_wide(
@@ -426,8 +378,8 @@ def search_wide(
     budget: Budget,
     deadline: float,
     priced: tuple[Prices, Known] | None = None,
-) -> tuple[Rows, float]:
-    """Return transitions (n, N) and the error bound of the best plans.
+) -> tuple[Array, Rows, float]:
+    """Return costs (n, 2) and transitions (n, N) of the best plans, and the error bound.
 
     Args:
         layers: each has transitions.
@@ -440,7 +392,7 @@ def search_wide(
     columns = max(2, *(layer.columns for layer in layers))
     per_state = 8 * len(layers) + 64 * columns  # back-pointers of all layers, columns of one
     most = int(max(1, min(budget.max_points, budget.max_bytes / per_state)))
-    side = make_side(layers, lifts=lifts)
+    prepared = [_prepare(layer, lift) for layer, lift in zip(layers, lifts[1:], strict=True)]
     prices, known = make_prices(layers) if priced is None else priced
     missed, is_last = prices.gain(known), False
     # nearly all at once where plans of several meshes are known
@@ -450,7 +402,7 @@ def search_wide(
         cap, began = min(cap, most), time.thread_time()
         try:
             known, dropped = _sweep_with_cap(
-                side, prices, known, cap=cap, epsilon=budget.epsilon, deadline=deadline
+                prepared, prices, known, cap=cap, epsilon=budget.epsilon, deadline=deadline
             )
             missed = min(missed, dropped)
         except GiveUpError:
@@ -459,26 +411,42 @@ def search_wide(
         wider = min(_WIDER, (deadline - now) / (now - began))  # as far as there is time for
         is_last |= cap == most or wider < 2
         missed, cap = min(missed, prices.gain(known)), int(cap * wider)
-    return known.plans, max(missed, 0.0)
+    return known.costs, known.plans, max(missed, 0.0)
 
 
 def _sweep_with_cap(
-    side: Side, prices: Prices, known: Known, *, cap: int, epsilon: float, deadline: float
+    prepared: Sequence[KernelLayer],
+    prices: Prices,
+    known: Known,
+    *,
+    cap: int,
+    epsilon: float,
+    deadline: float,
 ) -> tuple[Known, float]:
     """Return known plans with those found, and what others could gain at most.
 
-    At most `cap` partial plans are held at a time. Raises GiveUpError at the deadline.
+    Layer by layer, with at most `cap` partial plans at a time. Raises GiveUpError at the deadline.
     """
-    walk = LayerWalk(side, Bounds(prices, known, epsilon), cap=cap, deadline=deadline)
-    for _ in side.layers:
-        walk.step()
-    costs = walk.states.costs
+    bounds, zero = Bounds(prices, known, epsilon), np.zeros(1, np.int32)
+    states, back, dropped = States(np.zeros((1, 2)), np.array([0, 1]), zero, zero), [], 0.0
+    for n, layer in enumerate(prepared, 1):
+        is_last = n == len(prepared)
+        states = _extended(states, layer, _NONE if is_last else bounds.at(n), deadline=deadline)
+        # give up those that could gain least
+        if len(states.costs) > cap and not is_last:
+            gains = bounds.gains(n, states.costs, states.group)
+            rank = np.argsort(gains)
+            # the best of those that are given up bounds what may be missed
+            dropped = max(dropped, float(gains[rank[-cap - 1]]))
+            rows = np.sort(rank[-cap:])
+            states = states.take(rows, np.diff(np.searchsorted(rows, states.first), prepend=0))
+        back.append((states.parent, layer.order[states.via]))
     # what was dropped counts beside plans that are better by `epsilon` already
-    missed = epsilon + (1 + epsilon) * walk.dropped
-    return known.merged(costs, walk.plans(np.arange(len(costs)))), missed
+    missed = epsilon + (1 + epsilon) * dropped
+    return known.merged(states.costs, _follow(back, np.arange(len(states.costs)))), missed
 
 
-# ---- A walk: partial plans that grow layer by layer, of every group those that may matter.
+# ---- One layer more: of every group the partial plans that may matter.
 
 
 @dataclass(frozen=True, eq=False)
@@ -504,90 +472,40 @@ class States:
         return States(self.costs[rows], np.cumsum(counts), self.parent[rows], self.via[rows])
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
-    """Layers in the order of a walk, and the arrays that the kernels take for each."""
+class KernelLayer(NamedTuple):
+    """A layer for the kernels: its transitions in their order, the arrays that they take."""
 
-    layers: tuple[Layer, ...]
-    orders: tuple[Rows, ...]
-    arrays: tuple[tuple[Array, ...], ...]
-    columns: tuple[int, ...]
+    order: Rows
+    arrays: tuple[NDArray[Any], ...]
+    columns: int
 
 
-def make_side(layers: Sequence[Layer], *, lifts: Sequence[Array]) -> Side:
-    """Return the way from the first layer to the last.
+def _extended(
+    states: States, layer: KernelLayer, bounds: tuple[Array, Array, Array], *, deadline: float
+) -> States:
+    """Take one layer between any boundaries, in chunks of transitions.
 
-    `lifts` are those of `layers.column_lifts`.
+    What drops more comes first: with few columns most partial plans are beaten by others, with
+    many columns most show by their prices that they are hopeless. Raises GiveUpError at the
+    deadline.
     """
-    prepared = [_prepare(layer, lift) for layer, lift in zip(layers, lifts[1:], strict=True)]
-    orders, arrays = zip(*prepared, strict=True)
-    return Side(tuple(layers), orders, arrays, (2, *(layer.columns for layer in layers)))
-
-
-class LayerWalk:
-    """A walk along `side` with at most `cap` states at a time.
-
-    `bounds` show which may become better than known plans. `dropped` is what states that were given
-    up could have gained at most, `states` are those after `done` layers.
-    """
-
-    def __init__(self, side: Side, bounds: Bounds, *, cap: int, deadline: float) -> None:
-        self.side, self.bounds, self.cap, self.deadline = side, bounds, cap, deadline
-        zero = np.zeros(1, np.int32)
-        self.states = States(np.zeros((1, 2)), np.array([0, 1]), zero, zero)
-        self.back: list[tuple[Rows, Rows]] = []
-        self.done, self.dropped = 0, 0.0
-
-    def step(self) -> None:
-        """Take one layer more. Raises GiveUpError at the deadline."""
-        n = self.done
-        last = n + 1 == len(self.side.layers)
-        states = self._extend(_NONE if last else self.bounds.at(n + 1))
-        self.check_time()
-        # give up those that could gain least
-        if len(states.costs) > self.cap and not last:
-            gains = self.bounds.gains(n + 1, states.costs, states.group)
-            rank = np.argsort(gains)
-            # the best of those that are given up bounds what may be missed
-            self.dropped = max(self.dropped, float(gains[rank[-self.cap - 1]]))
-            rows = np.sort(rank[-self.cap :])
-            states = states.take(rows, np.diff(np.searchsorted(rows, states.first), prepend=0))
-        self.back.append((states.parent, self.side.orders[n][states.via]))
-        self.states, self.done = states, n + 1
-
-    def plans(self, rows: Rows) -> Rows:
-        """Return the transitions (n, done) of these states, in the order of the walk."""
-        return _follow(self.back, rows)
-
-    def check_time(self) -> None:
-        """Raise GiveUpError at the deadline."""
-        if time.thread_time() > self.deadline:
+    begin, source = layer.arrays[:2]
+    # with few columns comparing drops more, with many prices do
+    priced_first = bounds if layer.columns > _COMPARED[0] else _NONE
+    counts, found = np.cumsum(np.diff(states.first)[source]), None
+    for some in np.split(np.arange(len(source)), np.flatnonzero(np.diff(counts // _CHUNK)) + 1):
+        room = _room(int(counts[some[-1]] - (counts[some[0] - 1] if some[0] else 0)), layer.columns)
+        first, ends = np.empty(len(begin), np.int64), np.array([some[0], some[-1] + 1])
+        size = layer_kernels().extend(
+            states.costs, states.first, layer.arrays, priced_first, ends, first, *room
+        )
+        after, parent, via = (part[:size] for part in room)
+        more = _minimal(States(after, first, parent, via))
+        found = more if found is None else _minimal(_joined(found, more))
+        if time.thread_time() > deadline:
             raise GiveUpError
-
-    def _extend(self, bounds: tuple[Array, Array, Array]) -> States:
-        """Take one layer between any boundaries, in chunks of transitions.
-
-        What drops more comes first: with few columns most partial plans are beaten by others, with
-        many columns most show by their prices that they are hopeless.
-        """
-        states, layer = self.states, self.side.arrays[self.done]
-        begin, source = layer[:2]
-        columns = self.side.columns[self.done + 1]
-        # with few columns comparing drops more, with many prices do
-        priced_first = bounds if columns > _COMPARED[0] else _NONE
-        counts, found = np.cumsum(np.diff(states.first)[source]), None
-        for some in np.split(np.arange(len(source)), np.flatnonzero(np.diff(counts // _CHUNK)) + 1):
-            room = _room(int(counts[some[-1]] - (counts[some[0] - 1] if some[0] else 0)), columns)
-            first, ends = np.empty(len(begin), np.int64), np.array([some[0], some[-1] + 1])
-            size = layer_kernels().extend(
-                states.costs, states.first, layer, priced_first, ends, first, *room
-            )
-            after, parent, via = (part[:size] for part in room)
-            more = _minimal(States(after, first, parent, via))
-            found = more if found is None else _minimal(_joined(found, more))
-            self.check_time()
-        assert found is not None
-        return found if priced_first is bounds else _hopeful(found, bounds)
+    assert found is not None
+    return found if priced_first is bounds else _hopeful(found, bounds)
 
 
 _NONE = np.zeros((0, 1)), np.zeros((0, 1)), np.zeros((0, 1))  # bounds that keep all
@@ -636,8 +554,8 @@ def _hopeful(states: States, bounds: tuple[Array, Array, Array]) -> States:
     return states.take(kept[: counts.sum()], counts)
 
 
-def _prepare(layer: Layer, lift: Array) -> tuple[Rows, tuple[Array, ...]]:
-    # Transitions by target, and the arrays that the kernels take
+def _prepare(layer: Layer, lift: Array) -> KernelLayer:
+    # Transitions by target
     order = np.argsort(layer.target, kind="stable")
     begin = np.searchsorted(layer.target[order], np.arange(layer.groups + 1))
     pairs = np.argwhere(np.isfinite(lift))
@@ -650,9 +568,10 @@ def _prepare(layer: Layer, lift: Array) -> tuple[Rows, tuple[Array, ...]]:
         pairs,
         lift[tuple(pairs.T)],
     )
-    return order, tuple(
+    made = (
         np.ascontiguousarray(a, np.float64 if a.dtype.kind == "f" else np.int64) for a in arrays
     )
+    return KernelLayer(order, tuple(made), layer.columns)
 
 
 def _room(size: int, columns: int) -> list[NDArray[Any]]:

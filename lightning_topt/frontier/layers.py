@@ -7,9 +7,9 @@ that it is a plan of) and has a vector of *columns*. Transition j of a layer lea
     after[b] = max over entries e with end[e] = b of  before[start[e]] + values[j, e]
 
 Costs that add up are entries from a column to itself. A pair of (level, peak) columns has a third
-entry, from level to peak. Columns that may be merged have entries that end in the same column. Such
-maps are monotone, so partial plans of a group are compared column by column. Before the first layer
-and after the last there is one group, and the columns are (seconds, bytes).
+entry, from level to peak. Such maps are monotone, so partial plans of a group are compared column
+by column. Before the first layer and after the last there is one group, and the columns are
+(seconds, bytes).
 
 `reduce_layers` takes out, exactly, transitions and columns that cannot matter; what is left is
 searched by `chain_search`.
@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows
 
-_FEW = 2**18  # numbers held at once to compare all transitions of a layer
-_CHUNK = 2**20  # the same for all pairs of columns
+_CHUNK = 2**20  # numbers held at once to compare all pairs of columns
 _APART = np.where(np.eye(2, dtype=bool), 0.0, -np.inf)  # seconds and bytes are never compared
 
 
@@ -145,66 +144,38 @@ def _without_dominated(layer: Layer) -> Layer:
     # transitions between the same two groups lie side by side
     order = np.argsort(layer.cells, kind="stable")
     first = np.flatnonzero(np.diff(layer.cells[order], prepend=-1))
-    counts = np.diff(first, append=len(order))
     if len(first) == len(order):
         return layer
-    if len(first) > 1 and len(first) * counts.max() ** 2 * len(layer.start) <= _FEW:
-        return layer.take(np.sort(order[_minimal_together(layer.values[order], counts)]))
     kept = [rows[pareto_rows(layer.values[rows])] for rows in np.split(order, first[1:])]
     return layer.take(np.sort(np.concatenate(kept)))
 
 
-def _minimal_together(values: Array, counts: Rows) -> Rows:
-    """Return the minimal rows of `values` (n, E) within each of several small groups.
-
-    Groups have `counts` rows each; of equal rows the first is kept.
-    """
-    # a table of groups, padded with rows that beat no other
-    group = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.full((len(counts), counts.max(), values.shape[1]), np.inf)
-    table[group, place] = values
-    below = np.all(table[:, :, None] <= table[:, None], axis=-1)  # (group, row, other row)
-    earlier = np.triu(np.ones(below.shape[1:], bool), 1)
-    beaten = np.any(below & (earlier | ~np.swapaxes(below, 1, 2)), axis=1)
-    return np.flatnonzero(~beaten[group, place])
-
-
-# ---- Fewer columns: only those that can still matter and can differ.
+# ---- Fewer columns: only those that can still matter.
 #
 # For two columns a and b of a boundary, `past` and `future` are lower bounds over all partial plans
 # of how much b is above a there, and of how much more b gains than a from there on (along the
 # entries on which each gains most). Then, exactly:
 #
 #     past[a, b] + future[a, b] >= 0     a never decides: it is left out
-#     future[a, b] = -future[b, a]       both gain the same: only the larger counts, they become one
-#     past[a, b] = -past[b, a]           they differ by a constant so far: one is kept, the other is
-#                                        derived where they part
 #     future[a, b] = d                   a below b + d never decides: in every partial plan it may
 #                                        be set to that (`column_lifts`)
 #
-# With a column for each point of a step's timeline this leaves a few at each boundary, whatever the
-# depth.
+# So columns that gain the same from a boundary on are equal there.
 
 
 def reduce_columns(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the same layers with fewer columns at the boundaries between them."""
+    """Return the same layers without columns that never decide."""
     reduced, past, future = list(layers), _APART, _futures(layers)
-    made: dict[tuple[int, bytes, bytes, bool], Layer] = {}
+    made: dict[tuple[int, bytes, bool], Layer] = {}
     # what lies before n is reduced already, what lies behind is not
     for n in range(1, len(layers)):
-        above = _least_differences(
-            reduced[n - 1].values,
-            reduced[n - 1].end,
-            reduced[n - 1].start,
-            past,
-            layers[n - 1].columns,
-        )
+        before, count = reduced[n - 1], layers[n - 1].columns
+        above = _least_differences(before.values, before.end, before.start, past, count)
         keep = _deciding(above, future[n], layers[n])
-        into, offset_into, out, offset_out = _merged_columns(above, future[n], keep)
-        kept = reduced[n - 1] = _redirect_once(made, reduced[n - 1], into, offset_into, after=True)
-        reduced[n] = _redirect_once(made, reduced[n], out, offset_out, after=False)
-        past = _least_differences(kept.values, kept.end, kept.start, past, kept.columns)
+        past = above[np.ix_(keep, keep)]
+        if len(keep) < count:
+            reduced[n - 1] = _with_columns_once(made, before, keep, after=True)
+            reduced[n] = _with_columns_once(made, reduced[n], keep, after=False)
     return reduced
 
 
@@ -260,74 +231,29 @@ def _deciding(past: Array, future: Array, after: Layer) -> Rows:
     return np.flatnonzero(~gone)
 
 
-def _merged_columns(past: Array, future: Array, keep: Rows) -> tuple[Rows, Array, Rows, Array]:
-    """Return for every column its new number and what it is above that one.
-
-    For entries into it and for those out of it; number -1 for none.
-    """
-    count = len(past)
-    into, out = np.full(count, -1), np.full(count, -1)
-    offset_into, offset_out = np.zeros(count), np.zeros(count)
-    gains = {
-        int(a): int(keep[np.argmax(future[a, keep] == -future[keep, a])]) for a in keep
-    }  # the first that gains the same
-    alone = [a for a in gains if list(gains.values()).count(a) == 1 and gains[a] == a]
-    kept = 0
-    for a, b in gains.items():
-        same = next(
-            (c for c in alone if c < a and out[c] == into[c] >= 0 and past[a, c] == -past[c, a]),
-            None,
-        )
-        if b != a:
-            into[a], offset_into[a] = into[b], future[b, a]
-        elif a in alone and same is not None:
-            out[a], offset_out[a] = out[same], past[same, a]
-        else:
-            into[a] = out[a] = kept
-            kept += 1
-    return into, offset_into, out, offset_out
-
-
-def _redirect_once(
-    made: dict[tuple[int, bytes, bytes, bool], Layer],
-    layer: Layer,
-    number: Rows,
-    offset: Array,
-    *,
-    after: bool,
+def _with_columns_once(
+    made: dict[tuple[int, bytes, bool], Layer], layer: Layer, keep: Rows, *, after: bool
 ) -> Layer:
-    """Return the layer with other columns after or before it.
+    """Return the layer with the columns `keep` alone, after it or before it.
 
     Equal layers that change alike go on sharing one object.
     """
-    if not offset.any() and (number == np.arange(len(number))).all():
-        return layer
-    key = id(layer), number.tobytes(), offset.tobytes(), after
+    key = id(layer), keep.tobytes(), after
     if key not in made:
-        flipped = layer if after else _flip(layer, len(number))
-        # Entries end in column `number[end]`, with `offset` added to their values; of several
-        # between the same two columns one is left.
-        rows = np.flatnonzero(number[flipped.end] >= 0)
-        start, end = flipped.start[rows], number[flipped.end[rows]]
-        values = flipped.values[:, rows] + offset[flipped.end[rows]]
-        columns = int(number.max()) + 1
-        cells, first = np.unique(start * columns + end, return_inverse=True)
-        if len(cells) < len(rows):
-            order = np.argsort(first, kind="stable")
-            values = np.maximum.reduceat(
-                values[:, order], np.searchsorted(first[order], np.arange(len(cells))), axis=1
-            )
+        entries = np.flatnonzero(np.isin(layer.end if after else layer.start, keep))
+        start, end = layer.start[entries], layer.end[entries]
+        if after:
+            end = np.searchsorted(keep, end)
         else:
-            values = values[:, np.argsort(first)]
-        found = dataclasses.replace(
-            flipped, start=cells // columns, end=cells % columns, values=values, columns=columns
+            start = np.searchsorted(keep, start)
+        made[key] = dataclasses.replace(
+            layer,
+            values=layer.values[:, entries],
+            start=start,
+            end=end,
+            columns=len(keep) if after else layer.columns,
         )
-        made[key] = found if after else _flip(found, layer.columns)
     return made[key]
-
-
-def _flip(layer: Layer, columns: int) -> Layer:
-    return dataclasses.replace(layer, start=layer.end, end=layer.start, columns=columns)
 
 
 def _mask(indices: Rows, count: int) -> NDArray[np.bool_]:

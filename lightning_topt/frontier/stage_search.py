@@ -32,9 +32,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_topt.costs.chain_table import COLUMNS, StageBlock, StageChain, StageTable
+from lightning_topt.costs.chain_table import (
+    COLUMNS,
+    StageBlock,
+    StageChain,
+    StageExtras,
+    StageLink,
+    StageTable,
+)
 from lightning_topt.frontier.layers import exact_grid
-from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_of_few, unique_rows
+from lightning_topt.frontier.pareto import Array, Rows, pareto_rows
 
 MAX_STATES = 2**12  # of a run; with more, the nearest ones are put together
 _HALVINGS = 8  # of the range of loads in which the first plan is sought
@@ -46,14 +53,12 @@ _SMALL_RUNS = 2**7  # runs up to which compiled code is not worth loading
 class StagePoint:
     """A plan: seconds of a step, and bytes at the peak.
 
-    ``ends[s]`` is the block before which stage s ends; `variants` (stage,) and `configs` (block,)
-    are indices.
+    ``ends[s]`` is the block before which stage s ends; `configs` (block,) are indices.
     """
 
     step_seconds: float
     peak_bytes: float
     ends: tuple[int, ...]
-    variants: tuple[int, ...]
     configs: tuple[int, ...]
 
 
@@ -104,8 +109,7 @@ def search_stages(
                 found.append(best)
             size = min(best.size, limit) / share
             is_done = size <= least
-    # with the costs of the table: the search has them rounded
-    points = _frontier(table, cuts, found)
+    points = _frontier(cuts, found)
     error = cuts.error_bound if not epsilon else max(epsilon, (1 + cuts.error_bound) * share - 1)
     return StageFrontier(points, error if is_done else np.inf)
 
@@ -166,20 +170,14 @@ class _KnownPlans:
         return float(self._least[place - 1]) if place else np.inf
 
 
-def _frontier(table: StageTable, cuts: StageCuts, found: list[Cut]) -> tuple[StagePoint, ...]:
-    points = []
-    for cut in found:
-        variants, configs = cuts.decisions(cut)
-        points.append(
-            StagePoint(*table.evaluate(cut.ends, variants, configs), cut.ends, variants, configs)
-        )
-    # Rounding may let a plan be beaten by another one found.
-    points.sort(key=lambda point: (point.peak_bytes, point.step_seconds))
-    kept: list[StagePoint] = []
-    for point in points:
-        if not kept or point.step_seconds < kept[-1].step_seconds:
-            kept.append(point)
-    return tuple(kept)
+def _frontier(cuts: StageCuts, found: Sequence[Cut]) -> tuple[StagePoint, ...]:
+    # Sizes of what was found descend. Of plans as fast as a smaller one none is a point.
+    table, points = cuts.table, list[StagePoint]()
+    for cut in reversed(found):
+        seconds, size = table.fixed_seconds + cut.seconds, table.fixed_bytes + cut.size
+        if not points or seconds < points[-1].step_seconds:
+            points.append(StagePoint(seconds, size, cut.ends, cuts.configs(cut)))
+    return tuple(points)
 
 
 # ---- Cutting a chain into stages.
@@ -209,13 +207,16 @@ class StageCuts:
     """The ways to cut the chain of `table` into stages; `epsilon` as in `run_states`."""
 
     def __init__(self, table: StageTable, epsilon: float = 0.0) -> None:
-        self.table, self.epsilon = table, epsilon
+        self.table, self._states = table, run_states(table.chain, epsilon)
         stages = table.stages
-        # Stages that take the same variants through the same link have the same states: a group.
-        kinds = [*dict.fromkeys((stage.variants, stage.link) for stage in stages)]
-        groups = [stage_states(table, *kind, epsilon=epsilon) for kind in kinds]
+        # Stages that take the same besides, through the same link, have the same states: a group.
+        kinds = [*dict.fromkeys((stage.extras, stage.link) for stage in stages)]
+        groups = [
+            stage_states(table, self._states, table.extras[extras], table.links[link])
+            for extras, link in kinds
+        ]
         self._groups = groups
-        self._stages = np.array([kinds.index((stage.variants, stage.link)) for stage in stages])
+        self._stages = np.array([kinds.index((stage.extras, stage.link)) for stage in stages])
         # The states of all groups one after the other: where those of each group begin, their
         # costs (7, n), and the classes of runs, of (group, N, N + 1) with their first states.
         self._starts = np.cumsum([0, *(len(group.state) for group in groups)])
@@ -268,40 +269,34 @@ class StageCuts:
 
         They are the load of all blocks, divided evenly.
         """
-        table, order = self.table, list(self.table.order)
-        of_block = [
-            np.array([_least_block_load(block, table) for block in variant.chain.blocks])
-            + variant.load
-            for variant in table.variants
-        ]
-        return float(np.min(of_block, axis=0)[order].sum()) / len(table.stages)
+        table = self.table
+        least = np.array([_least_block_load(block, table) for block in table.chain.blocks])
+        least += np.min([extras.load for extras in table.extras], axis=0)
+        return float(least[[*table.order]].sum()) / len(table.stages)
 
     @property
     def error_bound(self) -> float:
         """The share by which any plan may be better than the states that are left."""
-        return max(group.error_bound for group in self._groups)
+        return self._states.error_bound
 
-    def decisions(self, cut: Cut) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the variant of each stage and the configuration of each block."""
-        runs, variants, first = runs_of(self.table.order), [], 0
-        configs = [0] * len(self.table.order)
+    def configs(self, cut: Cut) -> tuple[int, ...]:
+        """Return the configuration of each block."""
+        order, first = self.table.order, 0
+        runs, configs = runs_of(order), [0] * len(order)
         # a stage is a run that begins where the one before it ends
         for s, (end, place) in enumerate(zip(cut.ends, cut.states, strict=True)):
             group = self._groups[self._stages[s]]
             row = place - int(self._starts[self._stages[s]])
-            variant = int(group.variant[row])
-            states = run_states(self.table.variants[variant].chain, self.epsilon)
             # A run has decisions for each distinct block, which equal blocks take in any order.
             of_kind: dict[int, list[int]] = {}
             for kind, config in configs_of_run(
-                states, runs, run=int(runs.of[first, end]), state=int(group.state[row])
+                self._states, runs, run=int(runs.of[first, end]), state=int(group.state[row])
             ):
                 of_kind.setdefault(kind, []).append(config)
             for n in range(first, end):
-                configs[n] = of_kind[self.table.order[n]].pop()
-            variants.append(variant)
+                configs[n] = of_kind[order[n]].pop()
             first = end
-        return tuple(variants), tuple(configs)
+        return tuple(configs)
 
 
 def _sizes(costs: Array, held: Array) -> Array:
@@ -357,45 +352,51 @@ class StageStates:
 
     Class c has the states ``first[c]`` to ``first[c + 1]``, by lead ascending. Their `costs` (7,
     n) are seconds of lead and load, and bytes: static, for each microbatch in flight, of the hump,
-    of the update, for each microbatch that waits. They are `state` (n,) of `variant` (n,).
-    ``of[i, j]`` is the class of blocks i to j - 1, -1 where there is none.
+    of the update, for each microbatch that waits. They are `state` (n,) of their runs. ``of[i, j]``
+    is the class of blocks i to j - 1, -1 where there is none.
     """
 
     of: Rows
     first: Rows
     costs: Array
-    variant: Rows
     state: Rows
-    error_bound: float
 
 
 def stage_states(
-    table: StageTable, variants: tuple[int, ...], link: int, *, epsilon: float = 0.0
+    table: StageTable, states: RunStates, extras: StageExtras, link: StageLink
 ) -> StageStates:
-    """Return the states of stages that take one of `variants` and receive through `link`."""
-    # classes are runs that receive alike: each has the states of its run, under each variant
+    """Return the states of stages whose runs have `states`, and which receive through `link`."""
+    # classes are runs that receive alike: each has the states of its run
     runs = runs_of(table.order)
-    of, run_of, extras = _classes(table, runs, link)
-    parts = [_of_variant(table, variant, run_of, epsilon) for variant in variants]
-    owner, costs, state = (
-        np.concatenate(each) for each in zip(*(part[0] for part in parts), strict=True)
+    of, run_of, paid = _classes(table, runs, link)
+    sizes = np.diff(states.first)[run_of]
+    owner = np.repeat(np.arange(len(run_of)), sizes)
+    begins = states.first[run_of] - (np.cumsum(sizes) - sizes)
+    state = np.arange(len(owner)) + begins[owner]
+    # what the run takes; what its blocks take besides; what every state of a class pays
+    seconds, once, static, kept, hump = states.costs[state].T
+    rows = np.stack([extras.lead, extras.load, extras.static, extras.update, extras.waiting])
+    more = (rows[:, : runs.counts.shape[1]] @ runs.counts.T)[:, run_of[owner]]
+    lead, load, floor, received, shared_load, shared_static, shared_update = paid[owner].T
+    load = table.load_rate * seconds + table.once_rate * once + more[1] + load + shared_load
+    costs = np.stack(
+        [
+            table.lead_rate * seconds + more[0] + lead,
+            np.maximum(load, floor),  # that of the link
+            static + more[2] + shared_static,
+            kept + received,
+            hump,
+            more[3] + shared_update,
+            more[4],
+        ]
     )
-    variant = np.repeat(variants, [len(part[0][0]) for part in parts])
-    # what every state of a class pays besides
-    lead, load, floor, kept, shared_load, shared_static, shared_update = extras[owner].T
-    costs[:, :4] += np.stack([lead, load + shared_load, shared_static, kept], axis=1)
-    costs[:, 5] += shared_update
-    # the load of a stage is not below the floor of its link
-    costs[:, 1] = np.maximum(costs[:, 1], floor)
     # by class, then by lead: the first state within the limits is the cheapest
-    order = np.lexsort((costs[:, 0], owner))
+    order = np.lexsort((costs[0], owner))
     first = np.searchsorted(owner[order], np.arange(len(run_of) + 1))
-    ordered = np.ascontiguousarray(costs[order].T)
-    error = max(part[1] for part in parts)
-    return StageStates(of, first, ordered, variant[order], state[order], error)
+    return StageStates(of, first, np.ascontiguousarray(costs[:, order]), state[order])
 
 
-def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Array]:
+def _classes(table: StageTable, runs: Runs, link: StageLink) -> tuple[Rows, Rows, Array]:
     """Return the classes of runs that receive alike.
 
     The class of all runs (N, N + 1), the run of each class, and what it pays besides (c, 7).
@@ -404,9 +405,7 @@ def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Arra
     first, end = np.nonzero(runs.of >= 0)
     # a stage that begins at block n pays for what it receives; block 0 receives nothing
     pays = np.zeros((count, 4))
-    pays[1:] = np.stack(
-        [getattr(table.links[link], name) for name in ("lead", "load", "floor", "kept")], axis=1
-    )[1:]
+    pays[1:] = np.stack([link.lead, link.load, link.floor, link.kept], axis=1)[1:]
     shared = None if table.shared is None else table.shared[:, first, end]
     # One number for each distinct row, in the order of rows: numbers are compared much faster.
     key = runs.of[first, end]
@@ -419,30 +418,6 @@ def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Arra
     of[first, end] = owner
     more = np.zeros((3, len(rows))) if shared is None else shared[:, rows]
     return of, runs.of[first, end][rows], np.column_stack([pays[first[rows]], *more])
-
-
-def _of_variant(
-    table: StageTable, index: int, run_of: Rows, epsilon: float
-) -> tuple[tuple[Rows, Array, Rows], float]:
-    # Class, costs and number of the states of all classes; and their error
-    variant, runs = table.variants[index], runs_of(table.order)
-    states = run_states(variant.chain, epsilon)
-    # one row for each class and state of its run
-    sizes = np.diff(states.first)[run_of]
-    owner = np.repeat(np.arange(len(run_of)), sizes)
-    state = (
-        np.arange(len(owner))
-        - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        + states.first[run_of][owner]
-    )
-    seconds, once, static, kept, hump = states.costs[state].T
-    # What the variant adds: lead, load, static bytes, those of the update and of what waits.
-    rows = variant.lead, variant.load, variant.static, variant.update, variant.waiting
-    more = (np.stack(rows)[:, : runs.counts.shape[1]] @ runs.counts.T)[:, run_of[owner]]
-    lead = table.lead_rate * seconds + more[0]
-    load = table.load_rate * seconds + table.once_rate * once + more[1]
-    costs = np.stack([lead, load, static + more[2], kept, hump, more[3], more[4]], axis=1)
-    return (owner, costs, state), states.error_bound
 
 
 # ---- Runs of neighbouring blocks, and the configurations of them that may matter.
@@ -568,7 +543,7 @@ def _extended(before: Array, block: Array) -> tuple[Array, Rows, Rows]:
     made = before[:, None] + block[allowed]
     made[..., 4] = np.maximum(before[:, None, 4], block[allowed, 4])
     made = made.reshape(-1, len(COLUMNS))
-    rows = pareto_rows_of_few(made)
+    rows = pareto_rows(made)
     return made[rows], rows // max(len(allowed), 1), allowed[rows % max(len(allowed), 1)]
 
 
@@ -583,7 +558,7 @@ def _thinned(costs: Array, step: float, most: int) -> tuple[Rows, float]:
         # wider cells, until few enough states are left
         width = max(step, 2 * width, 1e-6)
         cells = np.floor(np.log(np.maximum(costs, 1e-300)) / np.log1p(width))
-        rows = np.sort(unique_rows(cells))
+        rows = np.sort(np.unique(cells, axis=0, return_index=True)[1])
     return rows, width
 
 

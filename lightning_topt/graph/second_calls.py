@@ -12,8 +12,6 @@ may be recomputed if this call
   shape counts as the same (a loss that each call stores);
 - draws no random numbers but those of torch's default generators, which a recomputation sets back;
 - talks to no other rank, and raises nothing.
-Candidates inside of a candidate that passes are called by it: of them only what they leave behind
-is compared. Where it does not pass they are called by themselves.
 """
 
 from __future__ import annotations
@@ -87,58 +85,25 @@ def find_repeatable(
     """
     trace = CallTracer([*module.parameters(), *module.buffers(), *tensors_in(batch)])
     # first calls: one forward pass, with hooks of ours in the place of `forward`
-    forward_pass = _ForwardPass()
     calls = {path: _Candidate(module.get_submodule(path)) for path in candidates}
+    order: list[_Candidate] = []
     for candidate in calls.values():
-        candidate.watch(trace, forward_pass)
+        candidate.watch(trace, order)
     with first(), trace:
         run()
+    for candidate in reversed(calls.values()):
+        candidate.module.forward = candidate.forward
     # second calls, of the modules that were called once
-    counts = Counter(map(id, forward_pass.order))
-    forward_pass.is_over = True
+    counts = Counter(map(id, order))
+    once = [candidate for candidate in order if counts[id(candidate)] == 1]
     with second(), trace:
-        _repeat([each for each in forward_pass.order if counts[id(each)] == 1], trace)
-    return {path for path, candidate in calls.items() if candidate.passed}
-
-
-def _repeat(candidates: list[_Candidate], trace: CallTracer) -> None:
-    # Call the outermost of `candidates` again, the last one first. Those inside of one are called
-    # by themselves only where it does not pass.
-    numbers = {*map(id, candidates)}
-    nested = {id(inner) for outer in candidates for inner in outer.inside}
-    for candidate in reversed(candidates):
-        if id(candidate) in nested:
-            continue
-        inside = [inner for inner in candidate.inside if id(inner) in numbers]
-        # what ran inside counts for the inner candidates, if this one passes
-        for inner in inside:
-            inner.calls, inner.leaves = 0, False
-        if candidate.repeats(trace):
-            candidate.passed = True
-            for inner in inside:
-                inner.passed = inner.calls == 1 and not inner.leaves
-        else:
-            _repeat(inside, trace)
-
-
-@dataclass(eq=False)
-class _ForwardPass:
-    """One forward pass.
-
-    `order` are the first calls in the order of time, `under_way` those that have not ended.
-    """
-
-    order: list[_Candidate] = field(default_factory=list)
-    under_way: list[_Candidate] = field(default_factory=list)
-    is_over: bool = False
+        passed = {id(candidate) for candidate in reversed(once) if candidate.repeats(trace)}
+    return {path for path, candidate in calls.items() if id(candidate) in passed}
 
 
 @dataclass(eq=False)
 class _Candidate:
-    """A module, its first call and the candidates called inside of it.
-
-    `calls` counts the calls by a second call around it, `leaves` says whether they left anything.
-    """
+    """A module, and its first call."""
 
     module: nn.Module
     args: tuple[object, ...] = ()
@@ -146,34 +111,16 @@ class _Candidate:
     first: CallTrace | None = None
     around: _Around | None = None
     forward: Any = None
-    inside: list[_Candidate] = field(default_factory=list)
-    calls: int = 0
-    leaves: bool = False
-    passed: bool = False
 
-    def watch(self, trace: CallTracer, run: _ForwardPass) -> None:
-        """Note every call of the module in `run`, and its arguments."""
+    def watch(self, trace: CallTracer, order: list[_Candidate]) -> None:
+        """Note every call of the module in `order`, and its arguments."""
         self.forward = self.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if run.is_over:
-                # the operators are compared in the call around: here only what is left behind
-                self.calls += 1
-                roots = [self.module, args, kwargs]
-                before = describe(roots)
-                out = self.forward(*args, **kwargs)
-                self.leaves |= describe(roots) != before
-                return out
-            for outer in run.under_way:
-                outer.inside.append(self)
-            run.order.append(self)
-            run.under_way.append(self)
+            order.append(self)
             self.args, self.kwargs, self.around = args, kwargs, _Around()
-            try:
-                with trace.call() as self.first:
-                    return self.forward(*args, **kwargs)
-            finally:
-                run.under_way.pop()
+            with trace.call() as self.first:
+                return self.forward(*args, **kwargs)
 
         # hooks stay outside, as in a recomputation
         self.module.forward = forward

@@ -35,6 +35,7 @@ from lightning_topt.costs.lifetimes import (
 )
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.frontier.chain_search import search_meshes
+from lightning_topt.frontier.pareto import pareto_rows_2
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.plan_costs import RESULTS, PlanBatch, PlanCosts, Rows
 from lightning_topt.techniques.technique import Neighbours, Technique
@@ -503,9 +504,7 @@ class KnownPlans:
     def best(cls, parts: Iterable[Array]) -> KnownPlans:
         """Return the best plans of several (n, [seconds, bytes])."""
         costs = np.concatenate([np.zeros((0, 2)), *parts])
-        costs = costs[np.lexsort((costs[:, 1], costs[:, 0]))]
-        least = np.minimum.accumulate(costs[:, 1])
-        return cls(costs[np.concatenate([[True], least[1:] < least[:-1]])] if len(costs) else costs)
+        return cls(costs[pareto_rows_2(costs[:, 0], costs[:, 1])])
 
     def scaled(self, share: float) -> KnownPlans:
         """Return these with `share` of their costs.

@@ -373,42 +373,23 @@ class EqualShares(StageBlocks):
     def of(cls, base: StageBlocks, parts: int) -> EqualShares:
         """Return the shares of `parts` ranks of the unsplit chain `base`."""
         found = cls(base.step, base=base, parts=parts)
-        found._take(base, *_OF_THE_GRAPH)
-        return found
-
-    @cached_property
-    def kinds(self) -> tuple[int, ...]:
-        """A number for each block, from 0 in order; equal for equal blocks."""
-        found: tuple[int, ...] = self.base.kinds
+        found._take(base, *_OF_THE_GRAPH, "kinds")
         return found
 
     def passes(self, samples: float) -> Passes:
         """Return the passes of a microbatch of so many samples."""
-        if samples not in self._passes:
-            known = self.base.passes(samples)
-            rows = {each.name: getattr(known, each.name) / self.parts for each in fields(Passes)}
-            self._passes[samples] = Passes(**rows)
-        return self._passes[samples]
+        known = self.base.passes(samples)
+        return Passes(*(getattr(known, each.name) / self.parts for each in fields(Passes)))
 
-    def once(
-        self,
-        mesh: Mesh,
-        level: int,
-        *,
-        crosses_nodes: bool = True,
-        exchange: GradientMethod | None = None,
-    ) -> Once:
+    def once(self, mesh: Mesh, level: int, **options: Any) -> Once:
         """Return what a step on the data ranks of `mesh` takes besides its passes."""
-        key = mesh, level, crosses_nodes, exchange
-        if key not in self._once:
-            known = self.base.once(mesh, level, crosses_nodes=crosses_nodes, exchange=exchange)
-            self._once[key] = Once(
-                known.seconds / self.parts,
-                known.static / self.parts,
-                known.update / self.parts,
-                None if known.shared is None else known.shared / self.parts,
-            )
-        return self._once[key]
+        known = self.base.once(mesh, level, **options)
+        return Once(
+            known.seconds / self.parts,
+            known.static / self.parts,
+            known.update / self.parts,
+            None if known.shared is None else known.shared / self.parts,
+        )
 
 
 # ---- one microbatch

@@ -373,4 +373,4 @@ def cut_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> StagePoint:
     again = tuple(int(plan.configs[name].recompute) for name in blocks.names)
     ends, predicted = tuple(np.cumsum(counts).tolist()), plan.predicted
     costs = (0.0, 0.0) if predicted is None else (predicted.step_seconds, predicted.peak_bytes)
-    return StagePoint(*costs, ends, (0,) * len(counts), again)
+    return StagePoint(*costs, ends, again)

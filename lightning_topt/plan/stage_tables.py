@@ -33,10 +33,10 @@ from lightning_topt.costs.chain_table import (
     Array,
     ScheduleRates,
     StageChain,
+    StageExtras,
     StageKind,
     StageLink,
     StageTable,
-    StageVariant,
     rates_of,
 )
 from lightning_topt.costs.cluster import Cluster, Link
@@ -396,12 +396,14 @@ def stage_table(
     received = np.round(blocks.crossing_bytes(shape.samples)[0])
     # of each stage: microbatches that it holds, the link that it receives through
     stages = tuple(
-        StageKind((0,), float(held), links.index(link), waits)
+        StageKind(0, float(held), links.index(link), waits)
         for held, link, waits in zip(rates.held, into, rates.waits, strict=True)
     )
     transfers = transfer_seconds(blocks, shape)
+    chain, extras = _chain_and_extras(blocks, shape, tuple(recomputes))
     return StageTable(
-        (_variant(blocks, shape, tuple(recomputes)),),
+        chain,
+        (extras,),
         stages,
         tuple(
             _link(rates, transfers[link].sum(axis=0), received * (link != "none")) for link in links
@@ -430,26 +432,28 @@ def continuous_table(blocks: StageBlocks, shape: ContinuousShape) -> StageTable:
     They are those of any pipeline, with copies of weights, and with minibatches in flight while a
     stage updates.
     """
-    table, variants, stages = stage_table(blocks, shape), list[StageVariant](), list[StageKind]()
+    table = stage_table(blocks, shape)
+    (usual,) = table.extras
     # bytes that one copy of the weights of each distinct block takes
     copied = np.array(
         [trained_bytes(blocks, blocks.kinds.index(kind)) for kind in range(max(blocks.kinds) + 1)]
     )
     seconds = shape.rule_seconds(blocks).sum(axis=0)
-    for stage, copies, rate in zip(table.stages, shape.copies, seconds.tolist(), strict=True):
-        # stages keep different numbers of copies, so each has variants of its own
-        own = tuple(range(len(variants), len(variants) + len(stage.variants)))
-        for variant in (table.variants[index] for index in stage.variants):
-            static, load = variant.static + copies * copied, variant.load + rate * copied
-            variants.append(replace(variant, static=static, load=load))
-        stages.append(replace(stage, variants=own, in_update=stage.in_flight - 1))
-    return replace(table, variants=tuple(variants), stages=tuple(stages))
+    # stages keep different numbers of copies
+    extras = tuple(
+        replace(usual, static=usual.static + copies * copied, load=usual.load + rate * copied)
+        for copies, rate in zip(shape.copies, seconds.tolist(), strict=True)
+    )
+    stages = tuple(
+        replace(stage, extras=n, in_update=stage.in_flight - 1)
+        for n, stage in enumerate(table.stages)
+    )
+    return replace(table, extras=extras, stages=stages)
 
 
-def _variant(
+def _chain_and_extras(
     blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]
-) -> StageVariant:
-    # The costs of all stages
+) -> tuple[StageChain, StageExtras]:
     # gradients of parameters fill idle times, but no more of the lead than a block takes
     chain, weights, own = parts_of(blocks, shape, recomputes, parts=1 + shape.splits_backward)
     # the lead that a block has at least, whatever its configuration
@@ -460,8 +464,8 @@ def _variant(
             [blocks.kinds.index(k) for k in range(len(chain.blocks))]
         ]
     )
-    return StageVariant(
-        chain, -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]), waiting
+    return chain, StageExtras(
+        -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]), waiting
     )
 
 

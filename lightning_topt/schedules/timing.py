@@ -53,9 +53,8 @@ class StageCosts:
     needs the one before, at no cost. Gradients come back along the same edges, in
     `gradient_seconds` if that differs. Edges between stages of one rank cost nothing.
 
-    With `overlapped` the network runs beside the ranks: one link per pair of ranks and direction
-    carries one tensor at a time, in the order in which they were made. Without, a transfer
-    occupies the sender after its pass and the receiver before its own.
+    The network runs beside the ranks: one link per pair of ranks and direction carries one tensor
+    at a time, in the order in which they were made.
     """
 
     forward: Sequence[float]
@@ -64,7 +63,6 @@ class StageCosts:
     backward_weight: Sequence[float] | None = None
     transfer_seconds: Mapping[Edge, float] | None = None
     gradient_seconds: Mapping[Edge, float] | None = None
-    overlapped: bool = True
     update: Sequence[float] | None = None
 
     def seconds(self, kind: Kind) -> Sequence[float] | None:
@@ -82,8 +80,7 @@ class StageCosts:
         edges, count = self.edges(schedule.num_stages), schedule.num_stages
         for field in fields(self):
             value = getattr(self, field.name)
-            # not given, or the switch `overlapped`
-            if value is None or isinstance(value, bool):
+            if value is None:
                 continue
             # a sequence has a number for each stage, a mapping one for each edge
             by_edge = isinstance(value, Mapping)
@@ -112,8 +109,6 @@ def many_rank_seconds(
     schedule: Schedule,
     passes: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None, ArrayLike | None],
     transfers: tuple[Mapping[Edge, ArrayLike] | None, Mapping[Edge, ArrayLike] | None],
-    *,
-    overlapped: bool = True,
 ) -> NDArray[np.float64]:
     """Return when each rank has run its last pass, (ranks, n), of n sets of costs.
 
@@ -121,7 +116,6 @@ def many_rank_seconds(
         schedule: the schedule.
         passes: seconds (stages, n) of forward, backward, backward_input, backward_weight, update.
         transfers: seconds, (n,) or a number for all, of transfers and of their gradients.
-        overlapped: as in `StageCosts`.
     """
     transfer_seconds, gradient_seconds = transfers
     rows = [None if each is None else np.asarray(each, float) for each in passes]
@@ -130,7 +124,7 @@ def many_rank_seconds(
     edges = _edges_of(schedule.num_stages, transfer_seconds)
     # compiled where stages form a chain and it pays; else the walk below, over arrays
     if is_worth_compiling(schedule) and is_chain(edges, schedule.num_stages):
-        found = chained_rank_seconds(schedule, rows, transfers, overlapped=overlapped)
+        found = chained_rank_seconds(schedule, rows, transfers)
         if found is not None:
             return found
     # also where compiled code could not run: this walk names what is wrong
@@ -145,7 +139,7 @@ def many_rank_seconds(
         for edge in edges
     ]
     zero = np.zeros(count)
-    times = _run(walk, seconds, crossing, zero=zero, larger=np.maximum, overlapped=overlapped)
+    times = _run(walk, seconds, crossing, zero=zero, larger=np.maximum)
     return np.stack(np.broadcast_arrays(*times.rank_seconds)).astype(float)
 
 
@@ -158,7 +152,7 @@ def timed_walk(schedule: Schedule, costs: StageCosts) -> tuple[Walk, Times]:
     there, back = costs.transfer_seconds, costs.gradient_seconds
     back = there if back is None else back
     crossing = [0.0 if each is None else each[edge] for each in (there, back) for edge in edges]
-    return walk, _run(walk, seconds, crossing, zero=0.0, larger=max, overlapped=costs.overlapped)
+    return walk, _run(walk, seconds, crossing, zero=0.0, larger=max)
 
 
 # ---- The walk: passes in an order in which they can run, with the transfers that they wait for.
@@ -167,13 +161,13 @@ def timed_walk(schedule: Schedule, costs: StageCosts) -> tuple[Walk, Times]:
 class TimedPass(NamedTuple):
     """A pass of a walk.
 
-    `cost` is the place of its seconds. What it receives is (transfer, place of its seconds), what
-    it sends (transfer, link, place of its seconds).
+    `cost` is the place of its seconds. What it receives are transfers, what it sends (transfer,
+    link, place of its seconds).
     """
 
     rank: int
     cost: int
-    received: tuple[tuple[int, int], ...]
+    received: tuple[int, ...]
     sent: tuple[tuple[int, int, int], ...]
 
 
@@ -229,7 +223,7 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
         kind, stage, index = action.kind, action.stage_index, action.microbatch_index
         incoming, outgoing = crossing.get((kind, stage), ((), ()))
         # receives: what an earlier pass of the order has sent
-        received = tuple([(transfers[place, index], place) for _, place in incoming])
+        received = tuple([transfers[place, index] for _, place in incoming])
         # sends: transfers and links are numbered as they are met
         sent = tuple(
             [
@@ -317,7 +311,6 @@ def _run(
     *,
     zero: object,
     larger: Callable[[Seconds, Seconds], Seconds],
-    overlapped: bool,
 ) -> Times:
     # The times of a walk, of one set of costs (floats) or of many (arrays)
     free: dict[int, Seconds] = {}  # when each rank has done what it ran so far
@@ -327,23 +320,16 @@ def _run(
     for rank, cost, receives, sends in walk.steps:
         # receive
         time = free.get(rank, zero)
-        for number, edge in receives:
-            if overlapped:
-                time = larger(time, arrived[number])
-            else:
-                time = arrived[number] = larger(time, sent[number]) + crossing[edge]
+        for number in receives:
+            time = larger(time, arrived[number])
         # run the pass
         starts.append(time)
         time = time + seconds[cost]
         ends.append(time)
-        # send: beside the rank, or before it goes on
+        # send, beside the rank
         for number, link, edge in sends:
-            if overlapped:
-                sent[number] = larger(time, links[link])
-                arrived[number] = links[link] = sent[number] + crossing[edge]
-            else:
-                sent[number] = time
-                time = time + crossing[edge]
+            sent[number] = larger(time, links[link])
+            arrived[number] = links[link] = sent[number] + crossing[edge]
         free[rank] = time
     # a rank without a pass is done at 0
     total, by_rank = zero, [free.get(rank, zero) for rank in range(max(free, default=0) + 1)]
@@ -369,8 +355,6 @@ def chained_rank_seconds(
     schedule: Schedule,
     rows: Sequence[Any],
     transfers: tuple[Mapping[Edge, ArrayLike] | None, Mapping[Edge, ArrayLike] | None],
-    *,
-    overlapped: bool,
 ) -> NDArray[np.float64] | None:
     """Return when each rank has run its last pass, (ranks, n), the same to the last bit.
 
@@ -401,9 +385,7 @@ def chained_rank_seconds(
         some = slice(first, first + _COLUMNS)
         done = np.zeros(found[:, some].shape)
         costs = np.ascontiguousarray(seconds[..., some]), np.ascontiguousarray(crossing[..., some])
-        if not run(
-            actions, begin, np.array(schedule.rank_of_stage), sizes, *costs, overlapped, done
-        ):
+        if not run(actions, begin, np.array(schedule.rank_of_stage), sizes, *costs, done):
             return None
         found[:, some] = done
     return found
@@ -493,10 +475,7 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds from the start of the first pass to the end of the last.
-
-        Transfers that occupy ranks are included.
-        """
+        """Seconds from the start of the first pass to the end of the last."""
         return float(self.times.step_seconds)
 
     @cached_property

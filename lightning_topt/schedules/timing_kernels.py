@@ -22,7 +22,6 @@ def run_passes(
     sizes: tuple[int, int],
     seconds: Array,
     crossing: Array,
-    overlapped: bool,
     done: Array,
 ) -> bool:
     """Write into `done` (P, n) when each rank has run its last pass, as `timing` does pass by pass.
@@ -35,7 +34,6 @@ def run_passes(
         seconds: (kind, S, n).
         crossing: (2, S, n), of what comes into each stage from the one before, and of its gradient
             back.
-        overlapped: as in `timing.StageCosts`.
         done: is written.
 
     Returns:
@@ -68,27 +66,20 @@ def run_passes(
                     break
                 receives = kind <= 2 and 0 <= source < stages and ranks[source] != rank
                 sends = kind <= 2 and 0 <= target < stages and ranks[target] != rank
-                # Seconds of an edge are at the later one of its stages.
-                into, onto = max(s, source), max(s, target)
+                onto = max(s, target)  # seconds of an edge are at the later one of its stages
                 other = ranks[target] if sends else rank
                 # receive, run and send, as `timing._run` does; for each set of costs
                 for i in range(count):
                     time = done[rank, i]
-                    # receive: wait for it, or be occupied by it
                     if receives:
                         time = max(time, arrived[side, source, m, i])
-                        if not overlapped:
-                            time = time + crossing[side, into, i]
                     time = time + seconds[kind, s, i]
-                    # send: beside the rank, over a link that may be busy, or before it goes on
-                    if sends and overlapped:
+                    # send: beside the rank, over a link that may be busy
+                    if sends:
                         links[rank, other, i] = (
                             max(time, links[rank, other, i]) + crossing[side, onto, i]
                         )
                         arrived[side, s, m, i] = links[rank, other, i]
-                    elif sends:
-                        arrived[side, s, m, i] = time
-                        time = time + crossing[side, onto, i]
                     done[rank, i] = time
                 # others may go on with the result
                 if kind <= 2:

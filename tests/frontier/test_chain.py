@@ -7,6 +7,8 @@ from lightning_topt.frontier import chain_search, search_chain
 from tests.frontier.tables import (
     assert_costs_are_evaluated,
     assert_equals_every_plan,
+    block_of,
+    evaluate,
     every_plan,
     random_chain,
     simulate,
@@ -31,10 +33,10 @@ def test_evaluate_equals_a_simulated_step():
         blocks, forward = int(rng.integers(1, 7)), bool(rng.random() < 0.5)
         table = random_chain(rng, blocks=blocks, configs=3, forward=forward)
         plans = np.stack(
-            [rng.integers(0, len(table.block(n).configs), 8) for n in range(len(table.order))],
+            [rng.integers(0, len(block_of(table, n).configs), 8) for n in range(len(table.order))],
             axis=1,
         )
-        seconds, size = table.evaluate(plans)
+        seconds, size = evaluate(table, plans)
         for plan, *costs in zip(plans, seconds, size, strict=True):
             np.testing.assert_allclose(costs, simulate(table, plan), rtol=1e-14)
 

@@ -64,7 +64,7 @@ def test_groups_are_not_compared():
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_sort_and_sweep_with_bins_equals_the_general_filter(ties):
+def test_sort_and_sweep_equals_the_general_filter(ties):
     rng = np.random.default_rng(ties)
     costs = random_costs(rng, 40_000, 2, ties=ties)
     costs[:, 1] += 1 / (costs[:, 0] + 0.01)

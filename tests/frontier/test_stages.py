@@ -6,15 +6,15 @@ import pytest
 from lightning_topt.costs.chain_table import (
     StageBlock,
     StageChain,
+    StageExtras,
     StageKind,
     StageLink,
     StageTable,
-    StageVariant,
 )
 from lightning_topt.frontier import stage_search
 from lightning_topt.frontier.stage_kernels import states_of_runs
 from lightning_topt.frontier.stage_search import StageCuts, runs_of, search_stages
-from tests.frontier.brute_force import brute_force_stages
+from tests.frontier.brute_force import brute_force_stages, stage_costs
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "continuous")
 
@@ -32,24 +32,19 @@ def random_chain(rng, order, configs, *, ties):
     return StageChain(tuple(blocks), order)
 
 
-def random_stages(
-    rng, schedule, *, blocks, stages, ties=False, distinct=None, configs=2, devices=2
-):
-    """Devices and links have own costs; stages hold as many microbatches as their schedule says."""
+def random_stages(rng, schedule, *, blocks, stages, ties=False, distinct=None, configs=2):
+    """Stages and links have own costs; stages hold as many microbatches as their schedule says."""
     order = (
         tuple(rng.integers(0, distinct or blocks, blocks).tolist())
         if distinct
         else tuple(range(blocks))
     )
     counts = rng.integers(1, configs + 1, max(order) + 1)
-    variants = []
-    for _ in range(devices):
-        chain = random_chain(rng, order, counts, ties=ties)
-        variants.append(
-            StageVariant(
-                chain, *(grid(rng, len(counts), ties=ties) * rng.integers(0, 2) for _ in range(5))
-            )
-        )
+    chain = random_chain(rng, order, counts, ties=ties)
+    extras = tuple(
+        StageExtras(*(grid(rng, len(counts), ties=ties) * rng.integers(0, 2) for _ in range(5)))
+        for _ in range(2)
+    )
     links = tuple(
         StageLink(*(grid(rng, blocks, ties=ties) * rng.integers(0, 2) for _ in range(4)))
         for _ in range(2)
@@ -66,11 +61,7 @@ def random_stages(
     ]
     kinds = tuple(
         StageKind(
-            tuple(sorted(set(rng.integers(0, devices, rng.integers(1, 3)).tolist()))),
-            w,
-            int(rng.integers(0, 2)),
-            late,
-            0.0 if flushes else w - 1.0,
+            int(rng.integers(0, 2)), w, int(rng.integers(0, 2)), late, 0.0 if flushes else w - 1.0
         )
         for w, late in zip(held, waits, strict=True)
     )
@@ -79,7 +70,7 @@ def random_stages(
         schedule, (1.0, micro - 1.0)
     )
     return StageTable(
-        tuple(variants), kinds, links, lead, load, 1.0, shared, float(rng.integers(0, 3)), 1.0
+        chain, extras, kinds, links, lead, load, 1.0, shared, float(rng.integers(0, 3)), 1.0
     )
 
 
@@ -90,7 +81,7 @@ def costs(frontier):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ties", [False, True])
 def test_equals_brute_force(schedule, ties):
-    """216 chains in all, of up to 10 blocks and 4 stages, on devices and links that differ."""
+    """216 chains in all, of up to 10 blocks and 4 stages, which differ as their links do."""
     rng = np.random.default_rng([SCHEDULES.index(schedule), ties])
     sizes = [
         (2, 2, 3),
@@ -119,7 +110,7 @@ def test_equals_brute_force(schedule, ties):
         found = search_stages(table)
         assert found.exact and costs(found) == brute_force_stages(table)
         for point in found.points:
-            assert table.evaluate(point.ends, point.variants, point.configs) == (
+            assert stage_costs(table, point.ends, point.configs) == (
                 point.step_seconds,
                 point.peak_bytes,
             )

@@ -28,6 +28,7 @@ from lightning_topt.plan.stage_simulation import stage_seconds, step_seconds_of
 from lightning_topt.plan.stage_tables import PipelineShape, stage_table
 from lightning_topt.plan.staged_plans import search_stages_for, staged_points
 from lightning_topt.techniques.registry import check_runs
+from tests.frontier.brute_force import stage_costs
 from tests.models import GPT
 from tests.plan.pruned_pipelines import check_that_none_is_dropped
 
@@ -126,7 +127,7 @@ def test_stages_keep_their_parameters_and_the_microbatches_in_flight(
 ) -> None:
     graph, blocks = request_of_gpt.graph, stage_blocks(request_of_gpt)
     table = stage_table(blocks, PipelineShape(2, 4, "1f1b", 1, 4, 2.0))
-    cut = (3, 6), (0, 0), (0,) * 6
+    cut = (3, 6), (0,) * 6
     passes, once = blocks.passes(2.0), blocks.once(PipelineShape(2, 4, "1f1b", 1, 4, 2.0).rows, 0)
     state = sum(request_of_gpt.optimizer.state_bytes(p.name) for p in graph.parameters)
     held = sum(parameter_bytes(p) + gradient_bytes(p) for p in graph.parameters) + state
@@ -137,7 +138,9 @@ def test_stages_keep_their_parameters_and_the_microbatches_in_flight(
     received = 2 * 128 * 256 * 4
     last = once.static[3:].sum() + passes.kept[3:].sum() + received + passes.hump[3:].max()
     last = max(last, once.static[3:].sum() + once.update[3:].sum())
-    assert table.evaluate(*cut)[1] - table.fixed_bytes == pytest.approx(max(first, last), rel=1e-6)
+    assert stage_costs(table, *cut)[1] - table.fixed_bytes == pytest.approx(
+        max(first, last), rel=1e-6
+    )
     assert table.fixed_bytes == pytest.approx(graph.buffer_bytes + graph.input_bytes.at(8))
 
 
@@ -176,7 +179,7 @@ def test_stages_are_priced_with_the_exchange_of_their_plan(
     assert once[1].static[place] - once[0].static[place] == pytest.approx(
         work.kept_bytes + work.buffer_bytes
     )
-    cut = StagePoint(0.0, 0.0, (3, 6), (0, 0), (0,) * 6)
+    cut = StagePoint(0.0, 0.0, (3, 6), (0,) * 6)
     found = staged_points(blocks, plain, [cut], batch_size=8)[0].plan
     exact, sent = (
         price_plan(request_of_gpt, plan).predicted.step_seconds
@@ -197,7 +200,7 @@ def test_stages_that_flush_compress_their_gradients_where_that_is_allowed(
         (True, 0),
     }
     count = len(blocks.names)
-    cuts = [StagePoint(0.0, 0.0, (first, count), (0, 0), (0,) * count) for first in range(1, count)]
+    cuts = [StagePoint(0.0, 0.0, (first, count), (0,) * count) for first in range(1, count)]
     least = {}
     for shape in shapes:
         seconds = step_seconds_of(stage_seconds(blocks, shape, cuts), shape)

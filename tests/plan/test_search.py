@@ -19,6 +19,7 @@ from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import SearchRequest, _spaces, search_plans
 from lightning_topt.techniques.plan_costs import PlanBatch
 from tests.costs.graphs import cluster_of, profile_of, random_graph
+from tests.frontier.tables import evaluate
 from tests.techniques.plan_memory import plan_memory
 
 EXCHANGES = (TopK(density=0.1), BF16(), Dense(hierarchical=True))
@@ -156,7 +157,7 @@ def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> No
                     for _ in range(5)
                 ]
             )
-            for row, (seconds, size) in enumerate(zip(*chain.table.evaluate(rows), strict=True)):
+            for row, (seconds, size) in enumerate(zip(*evaluate(chain.table, rows), strict=True)):
                 plan = chain.batch(rows).configs_of(row)
                 # rounded to bytes, block by block
                 assert size >= plan_memory(costs, plan).max() - 10

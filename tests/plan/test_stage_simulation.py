@@ -33,6 +33,7 @@ from lightning_topt.plan.stage_simulation import (
 )
 from lightning_topt.plan.stage_tables import PipelineShape, shape_of_plan, stage_table
 from lightning_topt.schedules.timing import simulate
+from tests.frontier.brute_force import stage_costs
 from tests.models import GPT
 from tests.plan.simulated_stages import costs_of_stages, step_of_plan
 from tests.plan.test_pipelines import NODES, make_request
@@ -118,7 +119,7 @@ def test_microbatches_in_flight_have_one_cast_of_each_weight(
     # two stages: the first rank holds two microbatches at most, the second one
     count, sizes = len(blocks.names), (2, 1, "1f1b", 1, 8, 4.0)
     for again in (False, True):
-        point = StagePoint(0.0, 0.0, (count // 2, count), (0, 0), (int(again),) * count)
+        point = StagePoint(0.0, 0.0, (count // 2, count), (int(again),) * count)
         shared = stage_bytes(blocks, PipelineShape(*sizes), [point])
         own = stage_bytes(blocks, OwnCasts(*sizes), [point])
         of_stages = own.kept - shared.kept
@@ -128,8 +129,8 @@ def test_microbatches_in_flight_have_one_cast_of_each_weight(
         assert (both[0] - both[1])[0] == pytest.approx(of_stages[0])
     # what the search sums up is what the simulation counts
     table = stage_table(blocks, PipelineShape(*sizes), recomputes=(False,))
-    peak = table.evaluate((count // 2, count), (0, 0), (0,) * count)[1]
-    plain = StagePoint(0.0, 0.0, (count // 2, count), (0, 0), (0,) * count)
+    peak = stage_costs(table, (count // 2, count), (0,) * count)[1]
+    plain = StagePoint(0.0, 0.0, (count // 2, count), (0,) * count)
     simulated = peak_bytes_of(
         blocks, PipelineShape(*sizes), stage_bytes(blocks, PipelineShape(*sizes), [plain])
     )
@@ -165,8 +166,7 @@ def random_blocks(of: StageBlocks, rng: np.random.Generator) -> StageBlocks:
 
 def every_cut(shape: PipelineShape) -> list[StagePoint]:
     cuts = itertools.combinations(range(1, LAYERS), shape.num_stages - 1)
-    nothing = (0,) * shape.num_stages, (0,) * LAYERS
-    return [StagePoint(0.0, 0.0, (*cut, LAYERS), *nothing) for cut in cuts]
+    return [StagePoint(0.0, 0.0, (*cut, LAYERS), (0,) * LAYERS) for cut in cuts]
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zbv", "interleaved_zero_bubble"])

@@ -23,10 +23,9 @@ class SlowSimulator:
             if costs.transfer_seconds is None
             else list(costs.transfer_seconds)
         )
-        self.work = [deque(self.operations(actions)) for actions in schedule.actions]
+        self.work = [deque(actions) for actions in schedule.actions]
         self.busy = [False for _ in ranks]
         self.done: set[Any] = set()
-        self.started: set[Any] = set()
         self.arrived: set[Any] = set()
         self.links: dict[tuple[int, int], deque[Any]] = {}
         self.link_busy: set[tuple[int, int]] = set()
@@ -41,17 +40,6 @@ class SlowSimulator:
             happen()
         assert not any(self.work), "hangs"
         return self.now
-
-    def operations(self, actions: tuple[Action, ...]) -> list[tuple[str, Any]]:
-        """Return what a rank does in order: passes, and transfers where they occupy it."""
-        found: list[tuple[str, Any]] = []
-        for action in actions:
-            if not self.costs.overlapped:
-                found += [("receive", each) for each in self.tensors(action, out=False)]
-            found.append(("pass", action))
-            if not self.costs.overlapped:
-                found += [("send", each) for each in self.tensors(action, out=True)]
-        return found
 
     def tensors(self, action: Action, *, out: bool) -> list[Any]:
         """Return (source, target, gradient, microbatch) of what an action moves between ranks."""
@@ -84,21 +72,9 @@ class SlowSimulator:
     def wake(self, rank: int) -> None:
         if self.busy[rank] or not self.work[rank]:
             return
-        what, item = self.work[rank][0]
-        if what == "receive":
-            if item not in self.started:
-                return
-            self.occupy(rank, self.seconds_of(item), lambda: self.arrived.add(item))
-        elif what == "send":
-            self.started.add(item)
-            self.occupy(rank, self.seconds_of(item), lambda: None)
-            self.wake(self.ends_of(item)[1])
-        elif self.costs.overlapped and any(
-            each not in self.arrived for each in self.tensors(item, out=False)
-        ):
-            return
-        else:
-            self.start(rank, item)
+        action = self.work[rank][0]
+        if all(each in self.arrived for each in self.tensors(action, out=False)):
+            self.start(rank, action)
 
     def occupy(self, rank: int, seconds: float, then: Callable[[], None]) -> None:
         self.work[rank].popleft()
@@ -116,7 +92,7 @@ class SlowSimulator:
 
         def end() -> None:
             self.spans[action] = begun, self.now
-            for tensor in self.tensors(action, out=True) if costs.overlapped else ():
+            for tensor in self.tensors(action, out=True):
                 self.links.setdefault(self.ends_of(tensor), deque()).append(tensor)
                 self.pump(self.ends_of(tensor))
 

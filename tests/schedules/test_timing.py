@@ -41,10 +41,7 @@ def every_schedule() -> list[Schedule]:
     return found
 
 
-@pytest.mark.parametrize("overlapped", [True, False])
-def test_compiled_seconds_are_those_of_a_walk(
-    overlapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_seconds_are_those_of_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "is_worth_compiling", lambda schedule: False)
     rng = np.random.default_rng(0)
     for schedule in every_schedule():
@@ -56,11 +53,9 @@ def test_compiled_seconds_are_those_of_a_walk(
         ]
         for transfers in (between, [between[0], None], [None, None]):
             given = (rows[0], rows[1], rows[2], rows[3], rows[4]), (transfers[0], transfers[1])
-            found = chained_rank_seconds(schedule, rows, given[1], overlapped=overlapped)
+            found = chained_rank_seconds(schedule, rows, given[1])
             assert found is not None and found.shape == (schedule.num_ranks, SETS)
-            np.testing.assert_array_equal(
-                found, many_rank_seconds(schedule, *given, overlapped=overlapped)
-            )
+            np.testing.assert_array_equal(found, many_rank_seconds(schedule, *given))
 
 
 def test_a_schedule_that_hangs_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:

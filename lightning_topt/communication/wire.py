@@ -256,13 +256,18 @@ class LevelFormat:
         """Return the values (numel,), float32, of a message (nbytes,)."""
         count = self.groups * self.levels_each
         levels = message[: self.level_bytes].view(torch.bfloat16)[:count].float()
+        levels = levels.view(self.groups, self.levels_each)
         codes = unpack_codes(message[self.level_bytes : self.nbytes], self.bits, self.numel)
-        # (numel, levels each)
-        of_group = levels.view(self.groups, -1).repeat_interleave(self.group, dim=0)[: self.numel]
+        # (groups, group), the last row padded
+        padding = self.groups * self.group - self.numel
+        rows = torch.nn.functional.pad(codes, (0, padding)).view(self.groups, self.group)
         if self.bits == 2:
-            magnitude = torch.where(codes >= 2, of_group[:, 1], of_group[:, 0])
-            return torch.where(codes & 1 == 1, -magnitude, magnitude)
-        return (codes.float() - _half_range(self.bits)) * of_group[:, 0]
+            low, high = levels.split(1, dim=1)
+            magnitude = torch.where(rows >= 2, high, low)
+            values = torch.where(rows & 1 == 1, -magnitude, magnitude)
+        else:
+            values = (rows.float() - _half_range(self.bits)) * levels
+        return values.view(-1)[: self.numel]
 
     def round(self, values: Tensor) -> Tensor:
         """Return what of `values` (numel,) arrives."""

@@ -2,7 +2,7 @@
 
 Prediction takes the moments that the optimizer keeps of gradients (`read_moments`). From them it
 computes how the weights will move (`repeated_update`, `updates_without_gradients`), and moves them
-(`keep_and_move`): on a CPU in pieces that stay in its cache.
+(`keep_and_move`): by torch, in pieces, or on a CPU by compiled loops (`move_kernels`).
 
 W: weights; s: updates ahead; lr: learning rate; g: momentum; d: dampening; b1, b2: betas;
 l: weight decay; t: steps made; m and v: the first and second moments.
@@ -10,6 +10,7 @@ l: weight decay; t: steps made; m and v: the first and second moments.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -26,6 +27,9 @@ Hyperparameters = Mapping[str, Any]
 KNOWN = ("SGD", "Adam", "AdamW")
 CHUNK_BYTES = 32 << 20  # temporaries are made for so much at a time, and at least for one tensor
 CACHE_BYTES = 512 << 10  # of each tensor, where a CPU computes with a few at once
+# of weights; with fewer, loading the compiler takes longer than it saves in a thousand passes
+KERNEL_BYTES = 4 << 20
+KERNEL_THREADS = 3  # as many of torch's are as fast as a kernel on one
 COPY = 2.0  # of the bytes of tensors, what is read and written to copy them
 
 
@@ -367,10 +371,29 @@ def _bias_corrections(step: Hyperparameters, count: int) -> tuple[float, float]:
 def keep_and_move(moments: Moments, copies: Sequence[Tensor], move: Move) -> None:
     """Copy the parameters into `copies`, of the same shapes, and move them in place."""
     # SGD has no second moments, and reads none
-    second = moments.second or moments.first
-    for weights, means, squares, kept in pieces(moments.parameters, moments.first, second, copies):
+    columns = (moments.parameters, moments.first, moments.second or moments.first, copies)
+    if _suits_kernels(moments):
+        kernels = importlib.import_module("lightning_topt.weight_prediction.move_kernels")
+        for tensors in zip(*columns, strict=True):
+            kernels.keep_and_move(
+                *(tensor.detach().view(-1).numpy() for tensor in tensors), move=move
+            )
+        return
+    for weights, means, squares, kept in pieces(*columns):
         torch._foreach_copy_(kept, weights)
         move_by_torch(moments._replace(parameters=weights, first=means, second=squares), move)
+
+
+def _suits_kernels(moments: Moments) -> bool:
+    # Whether tensors are contiguous, of 32 or 64 bit on a CPU, and enough to pay
+    tensors = [*moments.parameters, *moments.first, *moments.second]
+    return (
+        {(t.dtype, t.device.type) for t in tensors}
+        in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
+        and num_bytes(moments.parameters) >= KERNEL_BYTES
+        and torch.get_num_threads() <= KERNEL_THREADS
+        and all(map(_is_plain, tensors))
+    )
 
 
 def move_traffic(optimizer: str, *, in_cache: bool, steps: int = 1) -> float:
@@ -378,7 +401,7 @@ def move_traffic(optimizer: str, *, in_cache: bool, steps: int = 1) -> float:
 
     Args:
         optimizer: the name of its class.
-        in_cache: on a CPU, where pieces are read and written once.
+        in_cache: on a CPU, where each number is read and written once.
         steps: of Adam's moves. Decay is not counted.
     """
     is_adam = optimizer != "SGD"
@@ -411,6 +434,6 @@ def move_by_torch(moments: Moments, move: Move) -> None:
             torch._foreach_add_(means, parameters, alpha=step.pull)
         else:
             kept *= step.keep
-        divisors = torch._foreach_div(roots, step.root)
-        torch._foreach_add_(divisors, step.eps)
-        torch._foreach_addcdiv_(parameters, means, divisors, value=-step.rate * kept)
+        # numerator and divisor are both multiplied by the root
+        divisors = torch._foreach_add(roots, step.eps * step.root)
+        torch._foreach_addcdiv_(parameters, means, divisors, value=-step.rate * kept * step.root)

@@ -1,4 +1,4 @@
-"""Moves of weights in pieces against those of whole tensors."""
+"""Moves of weights by kernels, and in pieces, against those of whole tensors."""
 
 from __future__ import annotations
 
@@ -56,3 +56,49 @@ def test_pieces_move_as_whole_tensors_do(monkeypatch, cache_bytes, move, dtype):
     # vectors begin elsewhere: the last bit of a root or quotient may differ
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(given.parameters, expected.parameters, rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize(
+    ("move", "dtype"),
+    [*((move, torch.float32) for move in MOVES), (MOVES[3], torch.float64)],
+    ids=str,
+)
+def test_kernels_move_as_torch_does(monkeypatch, move, dtype):
+    monkeypatch.setattr(weights, "KERNEL_BYTES", 0)
+    monkeypatch.setattr(weights, "move_by_torch", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    given, expected = moments(move, dtype), moments(move, dtype)
+    copies = [torch.full_like(p, float("nan")) for p in given.parameters]
+    keep_and_move(given, copies, move)
+    for copy, before in zip(copies, expected.parameters, strict=True):
+        assert torch.equal(copy, before)
+    for mine, theirs in zip(
+        given.first + given.second, expected.first + expected.second, strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    move_by_torch(expected, move)
+    # The order of a few roundings per step differs.
+    torch.testing.assert_close(
+        given.parameters,
+        expected.parameters,
+        rtol=16 * torch.finfo(dtype).eps,
+        atol=16 * torch.finfo(dtype).eps,
+    )
+
+
+@pytest.mark.parametrize("reason", ["few", "threads", "dtype", "strides"])
+def test_what_kernels_cannot_do_is_moved_by_torch(monkeypatch, reason):
+    monkeypatch.setattr(weights, "KERNEL_BYTES", 1 << 30 if reason == "few" else 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64 if reason == "threads" else 1)
+    monkeypatch.setattr("lightning_topt.weight_prediction.move_kernels.keep_and_move", None)
+    move = MOVES[2]
+    given, expected = (
+        moments(move, torch.bfloat16 if reason == "dtype" else torch.float32) for _ in range(2)
+    )
+    if reason == "strides":
+        given.parameters[1] = given.parameters[1].t().contiguous().t()
+    copies = [torch.empty_like(p) for p in given.parameters]
+    keep_and_move(given, copies, move)
+    torch.testing.assert_close(copies, expected.parameters, rtol=0, atol=0)
+    move_by_torch(expected, move)
+    torch.testing.assert_close(given.parameters, expected.parameters, rtol=0, atol=0)

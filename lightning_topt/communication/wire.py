@@ -233,7 +233,7 @@ class LevelFormat:
     @property
     def level_bytes(self) -> int:
         """Bytes of all levels, padded to 4."""
-        return -(-2 * self.groups * self.levels_each // 4) * 4
+        return _padded(2 * self.groups * self.levels_each)
 
     @property
     def nbytes(self) -> int:

@@ -385,11 +385,10 @@ def keep_and_move(moments: Moments, copies: Sequence[Tensor], move: Move) -> Non
 
 
 def _suits_kernels(moments: Moments) -> bool:
-    # Whether tensors are contiguous, of 32 or 64 bit on a CPU, and enough to pay
+    # Whether tensors are contiguous, of 32 bit on a CPU, and enough to pay
     tensors = [*moments.parameters, *moments.first, *moments.second]
     return (
-        {(t.dtype, t.device.type) for t in tensors}
-        in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
+        {(t.dtype, t.device.type) for t in tensors} == {(torch.float32, "cpu")}
         and num_bytes(moments.parameters) >= KERNEL_BYTES
         and torch.get_num_threads() <= KERNEL_THREADS
         and all(map(_is_plain, tensors))

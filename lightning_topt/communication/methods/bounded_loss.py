@@ -177,8 +177,10 @@ class LossyBuckets(BucketExchange):
             ]
             own, shard = bucket.buffer[start:stop], pending.result()
             # exchange the shard between nodes
-            if dense:
-                yield self._start_mean(own, shard)
+            if dense:  # a step that loses nothing
+                own.copy_(torch.div(shard, self.topology.world_size))
+                self.count_across(local * own.nbytes, passes=2)
+                yield together(dist.all_reduce(own, group=self.groups.across, async_op=True))
             else:
                 weight = 1 / (bucket.loss_scale * local)
                 yield from self._exchange(
@@ -188,14 +190,6 @@ class LossyBuckets(BucketExchange):
             yield self.node.gather_shards(bucket.buffer)
         bucket.check_finite(bucket.buffer, own=torch.tensor(own_finite))
         return bucket.buffer
-
-    def _start_mean(self, own: Tensor, shard: Tensor) -> dist.Work:
-        # Begin the mean over nodes of a step that loses nothing
-        own.copy_(torch.div(shard, self.topology.world_size))
-        self.count_across(self.topology.ranks_per_node * own.nbytes, passes=2)
-        work: dist.Work | None = dist.all_reduce(own, group=self.groups.across, async_op=True)
-        assert work is not None
-        return work
 
     def _exchange(
         self,

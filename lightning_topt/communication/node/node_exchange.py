@@ -206,16 +206,10 @@ class SharedMemoryNodeExchange(NodeExchange):
     Raises:
         NodeMemoryUnavailable: on all ranks, where they are on several machines, in containers that
             do not see each other, or may not read each other's memory.
-        ValueError: for a node of one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_seconds: float) -> None:
         super().__init__(local_rank=dist.get_rank(group), local_size=dist.get_world_size(group))
-        if self.local_size < 2:
-            raise ValueError(
-                "a node of one rank has nothing to exchange: use CollectiveNodeExchange, which "
-                "does nothing then"
-            )
         self.page = NodePage(group, words=3 * CHANNEL_WORDS, timeout_seconds=timeout_seconds)
         # one channel per method: each keeps its own sequence
         self.scatters, self.shards, self.messages = (

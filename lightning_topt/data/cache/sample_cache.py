@@ -571,11 +571,6 @@ class MappedEntries:
             self._rows[start, nbytes] = rows
         torch.index_select(rows, 0, torch.from_numpy(offsets), out=out)
 
-    def gather(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return `nbytes` bytes at each offset, (offsets, nbytes); for few bytes."""
-        gathered: npt.NDArray[np.uint8] = self._bytes[offsets[:, None] + np.arange(nbytes)]
-        return gathered
-
     def close(self) -> None:
         """Unmap the file. Calling it again does nothing."""
         if self._map is not None:

@@ -83,7 +83,6 @@ class Peers:
         retry_seconds: float = 10.0,
     ) -> None:
         self.addresses, self.node = list(addresses), node
-        self.num_items, self.seed = num_items, seed
         self.timeout_seconds, self.retry_seconds = timeout_seconds, retry_seconds
         self._key = run_key(secret, fingerprint=fingerprint, num_items=num_items)
         self._owners = owners(num_items, num_nodes=len(addresses), seed=seed)
@@ -95,12 +94,10 @@ class Peers:
         _instances.add(self)
 
     def __getstate__(self) -> dict[str, object]:
-        left_out = ("_links", "_owners")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        return {name: value for name, value in vars(self).items() if name != "_links"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
-        self._owners = owners(self.num_items, num_nodes=len(self.addresses), seed=self.seed)
         self._begin()
 
     def is_own(self, item: int) -> bool:

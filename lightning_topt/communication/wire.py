@@ -264,7 +264,7 @@ class LevelFormat:
         if self.bits == 2:
             low, high = levels.split(1, dim=1)
             magnitude = torch.where(rows >= 2, high, low)
-            values = torch.where(rows & 1 == 1, -magnitude, magnitude)
+            values = magnitude * (1 - 2 * (rows & 1).float())
         else:
             values = (rows.float() - _half_range(self.bits)) * levels
         return values.view(-1)[: self.numel]
@@ -320,9 +320,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """Return the first `count` codes of `bits` each."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    codes: Tensor = (packed.unsqueeze(1) >> shifts) & (2**bits - 1)
-    return codes.view(-1)[:count]
+    places = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.stack(places, dim=1).view(-1)[:count]
 
 
 def check_bits(bits: int) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from lightning_topt.basics.argument_checks import check_choice, check_real
-from lightning_topt.communication.collectives import HostCopy, Pending, State, Waitable
+from lightning_topt.communication.collectives import HostCopy, Pending, State, Waitable, ring_bytes
 from lightning_topt.communication.topology import Groups, Topology
 
 Stages = Generator[Waitable, None, Tensor]
@@ -97,9 +97,7 @@ class BucketExchange(ABC):
         own_finite = finite_flag(bucket.buffer)
         bucket.buffer.div_(self.world_size)
         self.count_ring(bucket.buffer.nbytes, passes=2)
-        work = dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True)
-        assert work is not None
-        yield work
+        yield together(dist.all_reduce(bucket.buffer, group=self.groups.world[0], async_op=True))
         bucket.check_finite(bucket.buffer, own=own_finite)
         return bucket.buffer
 
@@ -120,14 +118,11 @@ class BucketExchange(ABC):
         `bytes_sent` is what the network counter of a node sees leave: in a ring in rank order one
         rank of each node sends to another node. With one node it is what a rank sends.
         """
-        # each pass sends (W - 1) / W of the whole
-        self.bytes_sent += passes * (self.world_size - 1) * nbytes // self.world_size
+        self.bytes_sent += ring_bytes(nbytes, self.world_size, passes=passes)
 
     def count_across(self, nbytes: int, *, passes: int) -> None:
         """Count a ring over nodes; `nbytes` are of all local ranks together."""
-        self.bytes_sent += (
-            passes * (self.topology.num_nodes - 1) * nbytes // self.topology.num_nodes
-        )
+        self.bytes_sent += ring_bytes(nbytes, self.topology.num_nodes, passes=passes)
 
     def warm_up(self) -> None:  # noqa: B027
         """Compile what `stages` needs, rather than in the first step."""

@@ -159,6 +159,12 @@ def reduce_scatter_into(
             total.div_(world_size)
 
 
+def ring_bytes(nbytes: int, ranks: int, *, passes: int) -> int:
+    """Return what a rank sends of `nbytes`: in a gather (1 of `passes`) or an all-reduce (2)."""
+    # each pass sends (W - 1) / W of the whole
+    return passes * (ranks - 1) * nbytes // ranks
+
+
 class Waitable(Protocol):
     """Something in flight; ``torch.distributed.Work`` is one."""
 

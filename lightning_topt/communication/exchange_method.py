@@ -328,9 +328,7 @@ class ByNodes(GradientMethod):
 
     @override
     def sums_in_nodes(self, topology: Topology) -> bool:
-        if self.hierarchical is not None:
-            return self.hierarchical
-        return topology.num_nodes > 1 and topology.ranks_per_node > 1
+        return topology.has_levels if self.hierarchical is None else self.hierarchical
 
     @override
     def num_stages(self, topology: Topology) -> int:
@@ -339,9 +337,9 @@ class ByNodes(GradientMethod):
 
     @override
     def choices(self, topology: Topology) -> tuple[Self, ...]:
-        possible = {False: True, True: topology.num_nodes > 1 and topology.ranks_per_node > 1}
         wanted = (False, True) if self.hierarchical is None else (self.hierarchical,)
-        return tuple(replace(self, hierarchical=choice) for choice in wanted if possible[choice])
+        possible = [choice for choice in wanted if not choice or topology.has_levels]
+        return tuple(replace(self, hierarchical=choice) for choice in possible)
 
 
 @dataclass(frozen=True)
@@ -481,7 +479,7 @@ class LocalMethod(ExchangeMethod):
         """Return whether the ranks of each node train one replica together."""
         if self.hierarchical is not None:
             return self.hierarchical and topology.ranks_per_node > 1
-        return topology.num_nodes > 1 and topology.ranks_per_node > 1
+        return topology.has_levels
 
     @property
     def sent_share(self) -> float:

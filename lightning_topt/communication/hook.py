@@ -61,6 +61,7 @@ from lightning_topt.communication.collectives import (
     gather_state,
     mark,
     own_state,
+    ring_bytes,
     seconds_between,
     sharded_state,
     unsharded_state,
@@ -277,8 +278,7 @@ class CompressedExchange:
         if not self.exchange.prepare(bucket):
             self.worker.drain()
             self.exchange.relayout()
-        world_size = self.exchange.world_size
-        self._dense_bytes += 2 * (world_size - 1) * bucket.buffer.nbytes // world_size
+        self._dense_bytes += ring_bytes(bucket.buffer.nbytes, self.exchange.world_size, passes=2)
         # The worker takes it from here.
         future = self.worker.submit(self.exchange.stages(bucket))
         step.futures.append(future)

@@ -46,6 +46,7 @@ from lightning_topt.communication.collectives import (
     check_saved_method,
     gather_state,
     own_state,
+    ring_bytes,
 )
 from lightning_topt.communication.exchange_method import LocalMethod, equal_parameters
 from lightning_topt.communication.hook import ExchangeStatistics
@@ -263,7 +264,7 @@ class OuterSteps:
         flags = torch.zeros(world_size, dtype=torch.int32, device=self.anchor.device)
         flags[rank] = ~self.parameters.finite()
         self._wait_here(dist.all_reduce(flags, async_op=True))
-        self._other_bytes += 2 * (world_size - 1) * flags.nbytes // world_size
+        self._other_bytes += ring_bytes(flags.nbytes, world_size, passes=2)
         # the one place of an outer step at which the host waits
         ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
         if ranks:
@@ -291,12 +292,11 @@ class OuterSteps:
 
         Outer steps are too rare for shorter periods, so that `reset` changes nothing.
         """
-        world_size = dist.get_world_size()
         nbytes = sum(tensor.nbytes for tensor in self.parameters.tensors.values())
         return ExchangeStatistics(
             steps=self.local_steps,
             bytes_sent=self._mean.bytes_sent + self._other_bytes,
-            dense_bytes=self.local_steps * 2 * (world_size - 1) * nbytes // world_size,
+            dense_bytes=ring_bytes(self.local_steps * nbytes, dist.get_world_size(), passes=2),
             exposed_seconds=self._exchange_seconds,
             exchange_seconds=self._exchange_seconds,
             residual_norm=float(self.residual.norm()) if self.residual is not None else 0.0,
@@ -415,7 +415,7 @@ class MeanOverRanks(ABC):
 
     def count_ring(self, nbytes: int, *, passes: int) -> None:
         """Count a gather of `nbytes` in all (`passes` 1) or an all-reduce of `nbytes` (2)."""
-        self.bytes_sent += passes * (self.world_size - 1) * nbytes // self.world_size
+        self.bytes_sent += ring_bytes(nbytes, self.world_size, passes=passes)
 
 
 class OuterGradient:

@@ -87,6 +87,11 @@ class Topology:
         return self.num_nodes * self.ranks_per_node
 
     @property
+    def has_levels(self) -> bool:
+        """Whether there are several nodes of several ranks."""
+        return self.num_nodes > 1 and self.ranks_per_node > 1
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Their ranks in the run."""
         return self.parts[self.part] if self.parts else tuple(range(self.world_size))

@@ -297,7 +297,7 @@ class ContinuousShape(PipelineShape):
         minibatch. Memory that is read and written takes them.
         """
         step = blocks.step
-        moved = _rule_traffic(self, step.optimizer.name, compiled=step.on_gloo)
+        moved = _rule_traffic(self, step.optimizer.name, in_cache=step.on_gloo)
         return np.array(moved).T / step.cluster.device.memory_bandwidth
 
     def copied_bytes(self, blocks: StageBlocks, *, stage: int, first: int, end: int) -> float:
@@ -309,7 +309,7 @@ class ContinuousShape(PipelineShape):
 
 
 @lru_cache(maxsize=256)
-def _rule_traffic(shape: ContinuousShape, optimizer: str, *, compiled: bool) -> list[Traffic]:
+def _rule_traffic(shape: ContinuousShape, optimizer: str, *, in_cache: bool) -> list[Traffic]:
     # The traffic of the rule by stage, of a minibatch once the pipeline is filled
     count = shape.accumulate
     first = -(-_FILLED * max(shape._lag(0), 1) // count) * count  # of an update
@@ -323,7 +323,7 @@ def _rule_traffic(shape: ContinuousShape, optimizer: str, *, compiled: bool) -> 
     found = []
     for stage in staleness(schedule):
         passes = [
-            shape.rule.traffic(forward, backward, optimizer=optimizer, compiled=compiled)
+            shape.rule.traffic(forward, backward, optimizer=optimizer, in_cache=in_cache)
             for forward, backward in zip(*stage, strict=True)
         ][first : first + count]
         most = max(each.update for each in passes)

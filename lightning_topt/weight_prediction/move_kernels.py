@@ -1,7 +1,7 @@
 """Moves of weights on one core of a CPU, compiled by Numba.
 
-Each number is read and written once, where torch takes six passes. Rows (n,) are all float32 or
-all float64, and share no memory. Loaded by `weights` where there is much to move.
+Each number is read and written once, where torch takes six passes. Rows (n,) are float32, and
+share no memory. Loaded by `weights` where there is much to move.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_topt.basics.jit import kernel
 
-Row = NDArray[np.float32] | NDArray[np.float64]
+Row = NDArray[np.float32]
 
 BLOCK = 1024  # numbers, of which three rows fit the first-level cache
 
@@ -22,19 +22,17 @@ BLOCK = 1024  # numbers, of which three rows fit the first-level cache
 def keep_and_move(
     weights: Row,
     first: Row,
+    second: Row,
     kept: Row,
-    second: Row | None = None,
     *,
     move: Sequence[float] | Sequence[Sequence[float]],
 ) -> None:
-    """Copy `weights` into `kept` and move them.
-
-    Without `second` by an `SGDMove` (2,), else by `AdamStep`s (steps, 6).
-    """
-    if second is None:
-        _sgd(weights, first, kept, np.array(move, weights.dtype))
+    """Copy `weights` into `kept` and move them by an `SGDMove` (2,) or `AdamStep`s (steps, 6)."""
+    steps = np.array(move, weights.dtype)
+    if steps.ndim == 1:
+        _sgd(weights, first, kept, steps)
     else:
-        _adam(weights, first, second, kept, np.array(move, weights.dtype))
+        _adam(weights, first, second, kept, steps)
 
 
 @kernel

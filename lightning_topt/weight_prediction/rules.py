@@ -43,7 +43,6 @@ from lightning_topt.weight_prediction.weights import (
     Method,
     Moments,
     Move,
-    Swap,
     are_alone,
     copy_into,
     empty_copies,
@@ -56,6 +55,7 @@ from lightning_topt.weight_prediction.weights import (
     point_to,
     read_moments,
     repeated_update,
+    swap,
     trainable,
     unseen,
     updates_without_gradients,
@@ -162,7 +162,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def traffic(
-        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, in_cache: bool
     ) -> Traffic:
         """Return what the passes of a minibatch move in memory, in bytes of the stage's weights.
 
@@ -170,8 +170,7 @@ class Prediction(ABC):
             forward: the staleness of its forward pass.
             backward: that of its backward pass.
             optimizer: the name of its class, one that the rule knows.
-            compiled: whether the stage is on a CPU, where moves are made by `move_kernels` or in
-                the cache; else they are made by torch's kernels.
+            in_cache: whether the stage is on a CPU, where moves are made in the cache.
         """
 
 
@@ -284,7 +283,7 @@ class NoPrediction(Prediction):
 
     @override
     def traffic(
-        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, in_cache: bool
     ) -> Traffic:
         return Traffic(0.0, 0.0)
 
@@ -320,7 +319,7 @@ class WeightStashing(Prediction):
 
     @override
     def traffic(
-        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, in_cache: bool
     ) -> Traffic:
         # a version is kept if an update comes between; passes are pointed to it
         return Traffic(0.0, COPY * (forward.missing > 0))
@@ -399,11 +398,11 @@ class TwoVersions(Prediction):
 
     @override
     def traffic(
-        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, in_cache: bool
     ) -> Traffic:
         # passes are pointed to their version, which an update keeps; the feedback takes three
         # differences or sums of two and a copy, or reads three numbers and writes two in a cache
-        feedback = 5.0 if compiled else 9.0 + COPY
+        feedback = 5.0 if in_cache else 9.0 + COPY
         return Traffic(0.0, COPY + feedback * self.error_feedback)
 
     @override
@@ -460,7 +459,6 @@ class _StashedWeights(StagePrediction):
         self._optimizer, self._choose, self._keep = optimizer, choose, keep
         self._feeds_back = feeds_back
         self._moves: list[Tensor] = []  # of the last update that was late, with `feeds_back`
-        self._swap = Swap()
         self._updates = self._drained_at = 0
         self._used: dict[int, int] = {}  # version by minibatch in flight
         self._versions: dict[int, list[Tensor]] = {}  # copies by version
@@ -542,7 +540,7 @@ class _StashedWeights(StagePrediction):
     def drained(self) -> None:
         # Nothing is in flight, so no old version is wanted. Parameters may change now.
         assert not self._used, f"minibatches {sorted(self._used)} are in flight"
-        self._moves, self._swap = [], Swap()
+        self._moves = []
         self._versions.clear()
         self._spare.clear()
         self._parameters, self._drained_at = None, self._updates
@@ -563,7 +561,7 @@ class _StashedWeights(StagePrediction):
         assert self._parameters is not None
         copies, newest = self._versions[version], [p.data for p in self._parameters]
         # no third copy: memory of the old version holds the newest one during the pass
-        put, take = (self._swap, copies) if self._swaps else (point_to, newest)
+        put, take = (swap, copies) if self._swaps else (point_to, newest)
         put(self._parameters, copies)
         try:
             yield
@@ -599,10 +597,10 @@ class SpecTrain(Prediction):
 
     @override
     def traffic(
-        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, in_cache: bool
     ) -> Traffic:
         passes = (forward.round_trip > 0) + (backward.round_trip > 0)
-        return Traffic(passes * (move_traffic(optimizer, compiled=compiled) + COPY), 0.0)
+        return Traffic(passes * (move_traffic(optimizer, in_cache=in_cache) + COPY), 0.0)
 
     @override
     def at_work(self, optimizer: Optimizer, place: StagePlace) -> StagePrediction:
@@ -636,11 +634,11 @@ class MultiStep(Prediction):
 
     @override
     def traffic(
-        self, forward: Staleness, backward: Staleness, *, optimizer: str, compiled: bool
+        self, forward: Staleness, backward: Staleness, *, optimizer: str, in_cache: bool
     ) -> Traffic:
         if not forward.missing:
             return Traffic(0.0, 0.0)
-        moved = move_traffic(optimizer, compiled=compiled, steps=forward.missing)
+        moved = move_traffic(optimizer, in_cache=in_cache, steps=forward.missing)
         return Traffic(moved + COPY, 0.0)
 
     @override

@@ -2,7 +2,7 @@
 
 Prediction takes the moments that the optimizer keeps of gradients (`read_moments`). From them it
 computes how the weights will move (`repeated_update`, `updates_without_gradients`), and moves them
-(`keep_and_move`): by torch, or on a CPU by compiled loops (`move_kernels`).
+(`keep_and_move`): by torch, in pieces, or on a CPU by compiled loops (`move_kernels`).
 
 W: weights; s: updates ahead; lr: learning rate; g: momentum; d: dampening; b1, b2: betas;
 l: weight decay; t: steps made; m and v: the first and second moments.
@@ -13,10 +13,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
@@ -31,9 +30,7 @@ CACHE_BYTES = 512 << 10  # of each tensor, where a CPU computes with a few at on
 # of weights; with fewer, loading the compiler takes longer than it saves in a thousand passes
 KERNEL_BYTES = 4 << 20
 KERNEL_THREADS = 3  # as many of torch's are as fast as a kernel on one
-_ALIGNED = 64  # bytes
 COPY = 2.0  # of the bytes of tensors, what is read and written to copy them
-T = TypeVar("T")
 
 
 # ---- Parameters in place, and copies of them.
@@ -98,37 +95,14 @@ def point_to(parameters: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         parameter.data = place
 
 
-class Swap:
-    """Exchanges the contents of parameters and copies, by memory that it keeps for the next time.
-
-    Memory that is taken anew each time costs more than the copies: on CPUs the system clears it.
-    """
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def __call__(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        """Exchange the contents of tensors of equal shapes."""
-        with torch.no_grad(), unseen(parameters):
-            # in chunks, so that only one of them is held twice
-            for chunk in chunks(
-                list(zip(parameters, copies, strict=True)), size=lambda pair: pair[0].nbytes
-            ):
-                inside, outside = [pair[0] for pair in chunk], [pair[1] for pair in chunk]
-                kept = self._like(inside)
-                torch._foreach_copy_(kept, inside)
-                torch._foreach_copy_(inside, outside)
-                torch._foreach_copy_(outside, kept)
-
-    def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        # Tensors of the same shapes and dtypes, one after the other in the memory
-        ends = [*accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
-        if len(self._memory) < ends[-1] or self._memory.device != tensors[0].device:
-            self._memory = torch.empty(ends[-1], dtype=torch.uint8, device=tensors[0].device)
-        return [
-            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip([0, *ends], tensors, strict=False)
-        ]
+def swap(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Exchange the contents of tensors of equal shapes."""
+    with torch.no_grad(), unseen(parameters):
+        # in pieces, so that only one of them is held twice
+        for inside, outside in pieces(parameters, copies):
+            kept = [tensor.clone() for tensor in inside]
+            torch._foreach_copy_(inside, outside)
+            torch._foreach_copy_(outside, kept)
 
 
 def empty_copies(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -157,21 +131,6 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def chunks(items: Sequence[T], *, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in order, as many at a time as fit `CHUNK_BYTES`, and at least one."""
-    chunk: list[T] = []
-    filled = 0
-    for item in items:
-        more = size(item)
-        if chunk and filled + more > CHUNK_BYTES:
-            yield chunk
-            chunk, filled = [], 0
-        chunk.append(item)
-        filled += more
-    if chunk:
-        yield chunk
-
-
 def pieces(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Yield equal parts of lists of tensors of equal shapes, a part of each list at a time.
 
@@ -179,18 +138,38 @@ def pieces(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     traffic; elsewhere as large as `CHUNK_BYTES`, since each operation has to be started.
     """
     together = list(zip(*lists, strict=True))
-    for chunk in chunks(together, size=lambda tensors: tensors[0].nbytes):
-        if chunk[0][0].device.type != "cpu":
+    on_host = all(tensors[0].device.type == "cpu" for tensors in together)
+    most = CACHE_BYTES if on_host else CHUNK_BYTES
+    for chunk in _chunks(together, most):
+        tensors = chunk[0]
+        # a tensor that is larger than the cache is alone, and cut where it is plain memory
+        if on_host and tensors[0].nbytes > most and all(map(_is_plain, tensors)):
+            count = most // tensors[0].element_size()
+            parts = [tensor.view(-1).split(count) for tensor in tensors]
+            for part in zip(*parts, strict=True):
+                yield tuple([tensor] for tensor in part)
+        else:
             yield tuple(map(list, zip(*chunk, strict=True)))
-            continue
-        for tensors in chunk:
-            if all(tensor.is_contiguous() for tensor in tensors):
-                count = CACHE_BYTES // tensors[0].element_size()
-                parts = [tensor.view(-1).split(count) for tensor in tensors]
-                for part in zip(*parts, strict=True):
-                    yield tuple([tensor] for tensor in part)
-            else:
-                yield tuple([tensor] for tensor in tensors)
+
+
+def _chunks(
+    together: Sequence[tuple[Tensor, ...]], most: int
+) -> Iterator[list[tuple[Tensor, ...]]]:
+    # Rows in order, as many at a time as fit `most` bytes of a list, and at least one
+    chunk: list[tuple[Tensor, ...]] = []
+    filled = 0
+    for tensors in together:
+        filled += tensors[0].nbytes
+        if chunk and filled > most:
+            yield chunk
+            chunk, filled = [], tensors[0].nbytes
+        chunk.append(tensors)
+    if chunk:
+        yield chunk
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -252,7 +231,7 @@ def method_of(optimizer: Optimizer, *, rule: str) -> Method:
 def read_moments(
     optimizer: Optimizer, *, method: Method, steps_made: MutableMapping[Tensor, int] | None = None
 ) -> list[Moments]:
-    """Return the moments of all parameters that have been updated, in chunks.
+    """Return the moments of all parameters that have been updated.
 
     Those of others are not known yet. Adam counts steps by parameter, on its device if fused or
     capturable. Counts in `steps_made` are taken from there; others are read, for which the host
@@ -276,11 +255,10 @@ def read_moments(
         for parameter in known:
             by_steps.setdefault(steps_made.get(parameter, 0), []).append(parameter)
         for steps, parameters in by_steps.items():
-            for chunk in chunks(parameters, size=lambda p: num_bytes([p])):
-                states = [optimizer.state[p] for p in chunk]
-                first = [state[first_name] for state in states]
-                second = [state[second_name] for state in states] if method == "Adam" else []
-                found.append(Moments(index, steps, chunk, first, second))
+            states = [optimizer.state[p] for p in parameters]
+            first = [state[first_name] for state in states]
+            second = [state[second_name] for state in states] if method == "Adam" else []
+            found.append(Moments(index, steps, parameters, first, second))
     return found
 
 
@@ -392,48 +370,44 @@ def _bias_corrections(step: Hyperparameters, count: int) -> tuple[float, float]:
 
 def keep_and_move(moments: Moments, copies: Sequence[Tensor], move: Move) -> None:
     """Copy the parameters into `copies`, of the same shapes, and move them in place."""
+    # SGD has no second moments, and reads none
+    columns = (moments.parameters, moments.first, moments.second or moments.first, copies)
     if _suits_kernels(moments):
         kernels = importlib.import_module("lightning_topt.weight_prediction.move_kernels")
-        columns = (
-            moments.parameters,
-            moments.first,
-            copies,
-            *([moments.second] if moments.second else []),
-        )
         for tensors in zip(*columns, strict=True):
             kernels.keep_and_move(
                 *(tensor.detach().view(-1).numpy() for tensor in tensors), move=move
             )
-    else:
-        torch._foreach_copy_(list(copies), moments.parameters)
-        move_by_torch(moments, move)
+        return
+    for weights, means, squares, kept in pieces(*columns):
+        torch._foreach_copy_(kept, weights)
+        move_by_torch(moments._replace(parameters=weights, first=means, second=squares), move)
 
 
-def move_traffic(optimizer: str, *, compiled: bool, steps: int = 1) -> float:
+def _suits_kernels(moments: Moments) -> bool:
+    # Whether tensors are contiguous, of 32 bit on a CPU, and enough to pay
+    tensors = [*moments.parameters, *moments.first, *moments.second]
+    return (
+        {(t.dtype, t.device.type) for t in tensors} == {(torch.float32, "cpu")}
+        and num_bytes(moments.parameters) >= KERNEL_BYTES
+        and torch.get_num_threads() <= KERNEL_THREADS
+        and all(map(_is_plain, tensors))
+    )
+
+
+def move_traffic(optimizer: str, *, in_cache: bool, steps: int = 1) -> float:
     """Return how often `keep_and_move` reads or writes the bytes of the weights.
 
     Args:
         optimizer: the name of its class.
-        compiled: by the kernels, which read and write each number once; else by torch.
+        in_cache: on a CPU, where each number is read and written once.
         steps: of Adam's moves. Decay is not counted.
     """
     is_adam = optimizer != "SGD"
-    if compiled:
+    if in_cache:
         return 5.0 if is_adam else 4.0
     # roots; then for each step a quotient, eps, and a product of three
     return COPY + (2.0 + steps * 8.0 if is_adam else 3.0)
-
-
-def _suits_kernels(moments: Moments) -> bool:
-    # Whether tensors are contiguous, of 32 or 64 bit on a CPU, and enough to pay
-    tensors = [*moments.parameters, *moments.first, *moments.second]
-    return (
-        {(t.dtype, t.device.type) for t in tensors}
-        in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
-        and sum(parameter.nbytes for parameter in moments.parameters) >= KERNEL_BYTES
-        and torch.get_num_threads() <= KERNEL_THREADS
-        and all(type(t) in (Tensor, nn.Parameter) and t.is_contiguous() for t in tensors)
-    )
 
 
 def move_by_torch(moments: Moments, move: Move) -> None:
@@ -459,6 +433,6 @@ def move_by_torch(moments: Moments, move: Move) -> None:
             torch._foreach_add_(means, parameters, alpha=step.pull)
         else:
             kept *= step.keep
-        divisors = torch._foreach_div(roots, step.root)
-        torch._foreach_add_(divisors, step.eps)
-        torch._foreach_addcdiv_(parameters, means, divisors, value=-step.rate * kept)
+        # numerator and divisor are both multiplied by the root
+        divisors = torch._foreach_add(roots, step.eps * step.root)
+        torch._foreach_addcdiv_(parameters, means, divisors, value=-step.rate * kept * step.root)

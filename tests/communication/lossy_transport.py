@@ -32,7 +32,6 @@ class LossyTransport:
         tolerance: float,
         exact: Sequence[tuple[int, int]],
         scale: float,
-        priority: int,
     ) -> Handle:
         generator = np.random.default_rng([self.rank, self.starts, bucket])
         self.starts += 1
@@ -49,7 +48,7 @@ class LossyTransport:
         outcome = Outcome(edges.astype(np.int64), values[lost].copy(), len(values))
         out[:] = total.mul_(scale).numpy()
         self.bytes_sent += 4 * len(values)
-        handle = Handle(bucket, values, out, tolerance, scale, priority, outcome=outcome)
+        handle = Handle(bucket, values, out, tolerance, scale, 0, outcome=outcome)
         handle.done.set()
         return handle
 

@@ -23,9 +23,9 @@ def ledger_of(
     return ledger
 
 
-def finish(ledger: Ledger, worker: int, *, nbytes: int = 100, now: float = 1e9) -> None:
+def finish(ledger: Ledger, worker: int, *, nbytes: int = 100) -> None:
     position = ledger.claims[worker].position
-    ledger.prepared(worker, position, nbytes=nbytes, now=now)
+    ledger.prepared(worker, position, nbytes=nbytes)
     ledger.add_idle(worker, ledger.workers[worker])
 
 
@@ -94,7 +94,7 @@ def test_every_job_gets_every_batch_once_whatever_happens(seed):
         for worker in [
             worker for worker in ledger.claims if worker not in hanging and chance.random() < 0.4
         ]:
-            finish(ledger, worker, nbytes=chance.randint(1, largest), now=now)
+            finish(ledger, worker, nbytes=chance.randint(1, largest))
         for name, position in ledger.deliveries():
             got[name].append(position)
             waiting.remove(name)

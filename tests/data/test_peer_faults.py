@@ -18,6 +18,7 @@ from lightning_topt.data.peers.protocol import (
     ENTRY,
     GET,
     MAGIC,
+    MOST_ITEMS,
     OFFER,
     REQUEST,
     PeerLost,
@@ -39,7 +40,7 @@ def soon():
 
 @pytest.fixture
 def pair(nodes):
-    made = nodes(2, proof_seconds=3, connections=8)
+    made = nodes(2, connections=8)
     for item in THEIRS:
         made[1].memory.write(item, [payload(item)])
     return made
@@ -189,9 +190,9 @@ def one(*numbers):
 
 
 MALFORMED = {
-    "too many items": REQUEST.pack(GET, 1025) + one(*[0] * 1025),
+    "too many items": REQUEST.pack(GET, MOST_ITEMS + 1) + one(0),
     "no items": REQUEST.pack(GET, 0),
-    "too many offers": REQUEST.pack(OFFER, 65) + bytes(65 * ENTRY.size),
+    "too many offers": REQUEST.pack(OFFER, MOST_ITEMS + 1) + bytes(ENTRY.size),
     "another kind": REQUEST.pack(3, 1) + one(0),
     "an item that is none": REQUEST.pack(GET, 2) + one(THEIRS[0], ITEMS),
     "a very large item": REQUEST.pack(GET, 1) + one(2**64 - 1),

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_topt.data.cache.segment_store import SegmentStore, StoreFile
-from lightning_topt.data.peers import client as peer_client
 from lightning_topt.data.peers.client import Peers, owners
-from lightning_topt.data.peers.protocol import PeerLimits
-from lightning_topt.data.peers.server import PeerServer
+from lightning_topt.data.peers.server import MOST_CONNECTIONS, PeerServer
 from tests.processes import wait_until
 
 ITEMS, SEED, SECRET = 90, 3, bytes(range(32))
@@ -26,7 +24,9 @@ def payload(item):
 class Node:
     """Stores in memory and on disk and the process that serves them."""
 
-    def __init__(self, folder, *, memory=1 << 22, disk=1 << 22, num_items=ITEMS, port=0, **limits):
+    def __init__(
+        self, folder, *, memory=1 << 22, disk=1 << 22, num_items=ITEMS, connections=MOST_CONNECTIONS
+    ):
         folder.mkdir(exist_ok=True)
         self.files = [
             os.memfd_create("test"),
@@ -41,13 +41,18 @@ class Node:
                 ("memory", "disk"), self.files, (memory, disk), strict=True
             )
         )
-        self.limits = PeerLimits(**limits)
-        self.serve(port=port)
+        self.connections = connections
+        self.serve()
 
     def serve(self, *, port=0):
         stores = [self.memory, self.disk]
         self.server = PeerServer(
-            stores, host=HERE, secret=SECRET, fingerprint="f", port=port, limits=self.limits
+            stores,
+            host=HERE,
+            secret=SECRET,
+            fingerprint="f",
+            port=port,
+            connections=self.connections,
         )
 
     def has(self, item):
@@ -124,29 +129,6 @@ def test_one_fetch_brings_what_all_owners_hold_in_the_order_of_the_question(node
     assert plain(client(trio, node=2).fetch(sorted(own))) == [
         payload(i) if i % 3 < 2 else None for i in sorted(own)
     ]
-
-
-@pytest.mark.parametrize(
-    "limits", [{"reply_bytes": 4000}, {"items": 3}, {"items": 5, "reply_bytes": 1}]
-)
-def test_answers_that_are_cut_into_pieces(nodes, monkeypatch, limits):
-    pair, questions, ask = nodes(2, **limits), [], peer_client.ask
-
-    def counted(channel, items, *, deadline):
-        questions.append(len(items))
-        ask(channel, items, deadline=deadline)
-
-    monkeypatch.setattr(peer_client, "ask", counted)
-    items = owned(1, num_nodes=2)
-    fill(pair[1], items)
-    peers = client(pair, limits=pair[1].limits)
-    assert plain(peers.fetch(items)) == [payload(item) if item % 3 < 2 else None for item in items]
-    sizes = [len(payload(item)) for item in items if item % 3 < 2]
-    assert (
-        max(questions) <= pair[1].limits.items
-        and len(questions) >= len(items) / pair[1].limits.items
-    )
-    assert len(questions) >= sum(sizes) / max(*sizes, pair[1].limits.reply_bytes)
 
 
 def test_pushed_entries_are_with_their_owner(nodes):

@@ -188,11 +188,11 @@ def test_parameters_that_were_never_updated_are_not_predicted(rule):
     assert [*map(torch.equal, found, parameters)] == [False, True, True, True]
 
 
-def test_large_parameters_are_predicted_in_chunks(monkeypatch):
+def test_large_parameters_are_predicted_in_pieces(monkeypatch):
     from lightning_topt.weight_prediction import weights
 
     whole = predicted("multistep", *trained(optim.Adam, {}, **ADAM), count=2)
-    monkeypatch.setattr(weights, "CHUNK_BYTES", 50)
+    monkeypatch.setattr(weights, "CACHE_BYTES", 48)
     close(predicted("multistep", *trained(optim.Adam, {}, **ADAM), count=2), whole, rtol=0, atol=0)
 
 

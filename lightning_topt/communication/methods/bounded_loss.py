@@ -54,7 +54,6 @@ from lightning_topt.communication.topology import Topology
 MOST_LOSS = 0.5
 # of a bucket, that the transport keeps: what others contribute, and what is sent
 TRANSPORT_COPIES = 2
-FIRST_PRIORITY = 3  # of datagrams; 0 is the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +151,7 @@ class LossyBuckets(BucketExchange):
         self.store = ResidualStore()
         # by bucket index: its layout, the transport's number of its first part, its parts
         self._parts: dict[int, tuple[BucketLayout, int, list[LossyPart]]] = {}
-        self._next_number = self._last_index = self._counted_bytes = 0
+        self._next_number = self._counted_bytes = 0
         # by bucket index, of the last step
         self._delivered: dict[int, tuple[BucketResidual, Outcome]] = {}
 
@@ -178,8 +177,10 @@ class LossyBuckets(BucketExchange):
             ]
             own, shard = bucket.buffer[start:stop], pending.result()
             # exchange the shard between nodes
-            if dense:
-                yield self._start_mean(own, shard)
+            if dense:  # a step that loses nothing
+                own.copy_(torch.div(shard, self.topology.world_size))
+                self.count_across(local * own.nbytes, passes=2)
+                yield together(dist.all_reduce(own, group=self.groups.across, async_op=True))
             else:
                 weight = 1 / (bucket.loss_scale * local)
                 yield from self._exchange(
@@ -189,14 +190,6 @@ class LossyBuckets(BucketExchange):
             yield self.node.gather_shards(bucket.buffer)
         bucket.check_finite(bucket.buffer, own=torch.tensor(own_finite))
         return bucket.buffer
-
-    def _start_mean(self, own: Tensor, shard: Tensor) -> dist.Work:
-        # Begin the mean over nodes of a step that loses nothing
-        own.copy_(torch.div(shard, self.topology.world_size))
-        self.count_across(self.topology.ranks_per_node * own.nbytes, passes=2)
-        work: dist.Work | None = dist.all_reduce(own, group=self.groups.across, async_op=True)
-        assert work is not None
-        return work
 
     def _exchange(
         self,
@@ -257,10 +250,6 @@ class LossyBuckets(BucketExchange):
         self, bucket: Bucket, values: Tensor, out: Tensor, *, start: int
     ) -> tuple[list[LossyPart], list[Handle]]:
         # Start to sum `values` (n,) into `out` (n,), one handle for each part
-        # Buckets come in the order of the backward pass; the next forward pass needs the last one
-        # first.
-        self._last_index = bucket.index if bucket.is_last else max(self._last_index, bucket.index)
-        priority = round(FIRST_PRIORITY * bucket.index / max(1, self._last_index))
         # the parts, as the bucket is laid out now, and the transport's number of the first
         split = self._parts.get(bucket.index)
         if split is None or split[0] is not bucket.layout:
@@ -279,7 +268,6 @@ class LossyBuckets(BucketExchange):
                 tolerance=self.method.tolerance,
                 exact=part.exact,
                 scale=bucket.loss_scale / self.holders,
-                priority=priority,
             )
             for number, part in enumerate(parts, start=first)
         ]

@@ -26,6 +26,7 @@ from lightning_topt.communication.bucket import (
     ExchangeContext,
     Stages,
     finite_flag,
+    together,
 )
 from lightning_topt.communication.exchange_method import (
     ENCODE_CALLS,
@@ -115,9 +116,7 @@ class DenseByNodes(BucketExchange):
         own.copy_(torch.div(pending.result(), self.world_size))
         # stage 1: the shard's mean over the nodes, all local ranks at once
         self.count_across(bucket.buffer.nbytes, passes=2)
-        work = dist.all_reduce(own, group=self.groups.across, async_op=True)
-        assert work is not None
-        yield work
+        yield together(dist.all_reduce(own, group=self.groups.across, async_op=True))
         # stage 2: the other shards of the node
         yield self.node.gather_shards(bucket.buffer)
         bucket.check_finite(bucket.buffer, own=own_finite)
@@ -201,9 +200,7 @@ class HalfExchange(BucketExchange):
         half = bucket.buffer.div_(self.world_size).to(self.method.dtype)
         own_finite = finite_flag(half)
         self.count_ring(half.nbytes, passes=2)
-        work = dist.all_reduce(half, group=self.groups.world[0], async_op=True)
-        assert work is not None
-        yield work
+        yield together(dist.all_reduce(half, group=self.groups.world[0], async_op=True))
         bucket.check_finite(half, own=own_finite)
         bucket.buffer.copy_(half)
         return bucket.buffer

@@ -226,7 +226,7 @@ class FeedbackExchange(BucketExchange):
         """Compile the selection and the message."""
         if self.device.type == "cpu":
             selection.warm_up()
-            wire.warm_up(self.options.bits)
+            wire.warm_up()
 
     def put_back(self) -> None:
         """Put back into the residual what the last step sent."""
@@ -401,9 +401,7 @@ class HierarchicalExchange(FeedbackExchange):
             own.copy_(entry.everything(shard, scale=scale))
             own.mul_(bucket.loss_scale / self.topology.num_nodes)
         self.count_across(bucket.buffer.nbytes, passes=2)
-        work = dist.all_reduce(own, group=self.groups.across, async_op=True)
-        assert work is not None
-        yield work
+        yield together(dist.all_reduce(own, group=self.groups.across, async_op=True))
         yield self.node.gather_shards(bucket.buffer)
         bucket.check_finite(bucket.buffer, own=own_finite)
         if exempt is not None:

@@ -49,7 +49,6 @@ from lightning_topt.data.cache.sample_codec import (
 )
 
 _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
-_SMALL = 256  # bytes of a leaf that is gathered for all rows at once
 _LOOK_AT = 16  # items of a batch that are searched for one in memory
 LEAST_BYTES = 1 << 18  # of a tensor; smaller ones stay in the allocator's own lists
 _MOST_BLOCKS = 8
@@ -184,12 +183,8 @@ def _read_at_once(
         return None
     tensors = []
     for leaf in layout.leaves:
-        # Rows of bytes, (items, leaf.nbytes).
-        if leaf.nbytes > _SMALL:
-            rows = _empty(len(items), leaf.nbytes)
-            mapped.take(offsets, leaf.start, rows)
-        else:
-            rows = torch.from_numpy(mapped.gather(offsets + leaf.start, leaf.nbytes))
+        rows = _empty(len(items), leaf.nbytes)  # of bytes
+        mapped.take(offsets, leaf.start, rows)
         tensors.append(_typed(rows, leaf.spec))
     cache.count_memory_hits(len(items))
     return ReadyBatch(_nested(layout.spec, iter(tensors)))

@@ -109,9 +109,6 @@ class CachedDataset(Dataset[object]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-
     def __getitem__(self, index: int) -> Any:
         if self.is_marked:
             # the cache is before the marked method, inside of this call

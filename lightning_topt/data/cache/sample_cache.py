@@ -8,8 +8,8 @@
 The policy is MinIO's (CoorDL, arXiv 2007.06775, section 4.1): what is stored is never evicted, so
 an epoch misses exactly the items that found no room, whatever its order.
 
-Below the cache: opening its tiers (`open_tiers`), the map of its memory (`MappedEntries`, which
-`cached_batches` copies whole batches from), and its counters in shared memory. A tier that cannot
+Below the cache: the map of its memory (`MappedEntries`, which `cached_batches` copies whole batches
+from), and its counters in shared memory. A tier that cannot
 be opened costs its samples and a warning, never the training.
 """
 
@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -155,13 +155,60 @@ class SampleCache:
         # Items that this process has stored in memory since `verify_new`. Not all reads call that.
         self._new: deque[int] = deque(maxlen=_MOST_NEW)
         self._check_refusal()
-        room = Room(self.num_items, self.memory_bytes, self.disk_bytes)
-        opened = open_tiers(self.folder, room, left_out=self._left_out, known=self._memory_handle)
-        self.memory, self.mapped, self.disk, self._left_out = opened
-        self.tiers = opened.stores
+        failed: dict[str, OSError] = {}  # by name of the tier, why it could not be opened
+        self.memory = self._opened(MEMORY, self.memory_bytes, self._open_memory, failed)
+        try:
+            self.disk = self._opened(DISK, self.disk_bytes, self._open_disk, failed)
+        except BaseException:  # no disk cache, and no cache at all
+            if self.memory is not None:
+                os.close(self.memory.file.descriptor)
+            raise
+        if failed:
+            _warn_without(failed, self.folder)
+        self._left_out = (*self._left_out, *failed)
+        self.mapped = None if self.memory is None else _mapped(self.memory)
+        # the open stores, the fastest first
+        self.tiers = [tier for tier in (self.memory, self.disk) if tier is not None]
         descriptors = [tier.file.descriptor for tier in self.tiers]
         self._finalizer = weakref.finalize(self, _close_all, descriptors)
         self._finalizer.atexit = False
+
+    def _opened(
+        self, name: str, nbytes: int, store: Callable[[], SegmentStore], failed: dict[str, OSError]
+    ) -> SegmentStore | None:
+        # A tier, unless there is none of that name or it could not be opened, here or in a parent
+        if not nbytes or name in self._left_out:
+            return None
+        try:
+            return store()
+        except MemoryUnavailable:
+            raise
+        except OSError as error:
+            failed[name] = error.with_traceback(None)  # a traceback would keep other tiers open
+            return None
+
+    def _open_memory(self) -> SegmentStore:
+        # a worker gets its parent's memory by the handle; others find it in the registry
+        known = self._memory_handle
+        descriptor, registry = (known and open_handle(known)) or open_memory(self.folder)
+        with _closed_on_error(descriptor):
+            file = StoreFile(
+                descriptor, num_items=self.num_items, lock=registry, available=available_bytes
+            )
+            store = SegmentStore(
+                file, capacity_bytes=self.memory_bytes, name=MEMORY, verify_once=True
+            )
+        # A registry in shared memory would stay there: take this process off it at the end.
+        if registry.parent == memory_file.SHARED:
+            weakref.finalize(store, memory_file.leave, registry, memory_file.line_of(descriptor))
+        return store
+
+    def _open_disk(self) -> SegmentStore:
+        path = made(self.folder) / "samples"
+        descriptor = open_own(path)
+        with _closed_on_error(descriptor):
+            file = StoreFile(descriptor, num_items=self.num_items, lock=self.folder / "disk.lock")
+            return SegmentStore(file, capacity_bytes=self.disk_bytes, name=f"{DISK} {path}")
 
     def _check_refusal(self) -> None:
         try:
@@ -334,94 +381,6 @@ class SampleCache:
 def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-class Room(NamedTuple):
-    """Size of a cache: items, and bytes of their entries per tier; 0: no such tier."""
-
-    num_items: int
-    memory_bytes: int
-    disk_bytes: int
-
-
-class Tiers(NamedTuple):
-    """The open tiers of a cache.
-
-    `left_out` names those that could not be opened, here or in a parent process.
-    """
-
-    memory: SegmentStore | None
-    mapped: MappedEntries | None
-    disk: SegmentStore | None
-    left_out: tuple[str, ...]
-
-    @property
-    def stores(self) -> list[SegmentStore]:
-        """The open stores, the fastest first."""
-        return [tier for tier in (self.memory, self.disk) if tier is not None]
-
-
-def open_tiers(
-    folder: Path, room: Room, *, left_out: tuple[str, ...] = (), known: MemoryHandle | None = None
-) -> Tiers:
-    """Open the tiers in `folder`, which is made.
-
-    Args:
-        folder: of the cache's fingerprint.
-        room: the size of the tiers.
-        left_out: tiers that are not tried.
-        known: the memory of the parent process.
-
-    Raises:
-        ValueError: `folder` is a file.
-        MemoryUnavailable: the system has no memory of this kind.
-    """
-    # by name of the tier, why it could not be opened
-    failed: dict[str, OSError] = {}
-
-    def opened(name: str, nbytes: int, store: Callable[[], SegmentStore]) -> SegmentStore | None:
-        if not nbytes or name in left_out:
-            return None
-        try:
-            return store()
-        except MemoryUnavailable:
-            raise
-        except OSError as error:
-            failed[name] = error.with_traceback(None)  # a traceback would keep other tiers open
-            return None
-
-    memory = opened(MEMORY, room.memory_bytes, lambda: _open_memory(folder, room, known))
-    try:
-        disk = opened(DISK, room.disk_bytes, lambda: _open_disk(folder, room))
-    except BaseException:  # no disk cache, and no cache at all
-        if memory is not None:
-            os.close(memory.file.descriptor)
-        raise
-    if failed:
-        _warn_without(failed, folder)
-    return Tiers(memory, None if memory is None else _mapped(memory), disk, (*left_out, *failed))
-
-
-def _open_memory(folder: Path, room: Room, known: MemoryHandle | None) -> SegmentStore:
-    # a worker gets its parent's memory by the handle; others find it in the registry
-    descriptor, registry = (known and open_handle(known)) or open_memory(folder)
-    with _closed_on_error(descriptor):
-        file = StoreFile(
-            descriptor, num_items=room.num_items, lock=registry, available=available_bytes
-        )
-        store = SegmentStore(file, capacity_bytes=room.memory_bytes, name=MEMORY, verify_once=True)
-    # A registry in shared memory would stay there: take this process off it at the end.
-    if registry.parent == memory_file.SHARED:
-        weakref.finalize(store, memory_file.leave, registry, memory_file.line_of(descriptor))
-    return store
-
-
-def _open_disk(folder: Path, room: Room) -> SegmentStore:
-    path = made(folder) / "samples"
-    descriptor = open_own(path)
-    with _closed_on_error(descriptor):
-        file = StoreFile(descriptor, num_items=room.num_items, lock=folder / "disk.lock")
-        return SegmentStore(file, capacity_bytes=room.disk_bytes, name=f"{DISK} {path}")
 
 
 @contextlib.contextmanager
@@ -611,11 +570,6 @@ class MappedEntries:
             )
             self._rows[start, nbytes] = rows
         torch.index_select(rows, 0, torch.from_numpy(offsets), out=out)
-
-    def gather(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return `nbytes` bytes at each offset, (offsets, nbytes); for few bytes."""
-        gathered: npt.NDArray[np.uint8] = self._bytes[offsets[:, None] + np.arange(nbytes)]
-        return gathered
 
     def close(self) -> None:
         """Unmap the file. Calling it again does nothing."""

@@ -22,6 +22,7 @@ else is refused.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -43,8 +44,8 @@ TORCH_DTYPES = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 MAX_HEADER_BYTES = 1 << 24
-# Of headers whose layouts are kept. A layout takes about 35 times the memory of its header.
-KEPT_HEADER_BYTES = 1 << 18
+# Of headers whose layouts are kept: a layout takes about 35 times the memory of its header.
+KEPT_HEADER_BYTES, KEPT_HEADERS = 1 << 12, 512
 FEWEST_NUMBERS = 8  # of a list that becomes one leaf
 _PADDING = bytes(ALIGNMENT)
 _INT64 = range(-(2**63), 2**63)
@@ -170,7 +171,21 @@ def layout_of(header: bytes) -> EntryLayout:
         ValueError: these bytes are no header.
         UnsupportedSample: it is of another version.
     """
-    return _layouts[header]
+    return _kept_layout(header) if len(header) <= KEPT_HEADER_BYTES else _read_layout(header)
+
+
+def _read_layout(header: bytes) -> EntryLayout:
+    read = json.loads(header)
+    if not isinstance(read, list) or len(read) != 2 or read[0] != FORMAT:
+        raise UnsupportedSample(
+            "a cached sample is of another version of lightning_topt: use another directory"
+        )
+    leaves: list[Leaf] = []
+    end = _place(read[1], leaves, PREFIX.size + len(header))
+    return EntryLayout(header, read[1], tuple(leaves), end)
+
+
+_kept_layout = functools.lru_cache(maxsize=KEPT_HEADERS)(_read_layout)
 
 
 def leaves_of(parts: Parts, known: EntryLayout) -> list[Any]:
@@ -184,34 +199,6 @@ def leaves_of(parts: Parts, known: EntryLayout) -> list[Any]:
         if leaf.nbytes % ALIGNMENT:
             next(rest)  # padding
     return leaves
-
-
-class _Layouts(dict[bytes, EntryLayout]):
-    """Layouts by header; all are dropped when these take too many bytes."""
-
-    room = KEPT_HEADER_BYTES
-
-    # A hit is a lookup in a dict, the fastest there is.
-    def __missing__(self, header: bytes) -> EntryLayout:
-        read = json.loads(header)
-        if not isinstance(read, list) or len(read) != 2 or read[0] != FORMAT:
-            raise UnsupportedSample(
-                "a cached sample is of another version of lightning_topt: use another directory"
-            )
-        leaves: list[Leaf] = []
-        end = _place(read[1], leaves, PREFIX.size + len(header))
-        known = EntryLayout(header, read[1], tuple(leaves), end)
-        if len(header) > KEPT_HEADER_BYTES:
-            return known
-        if len(header) > self.room:
-            self.clear()
-            self.room = KEPT_HEADER_BYTES
-        self.room -= len(header)
-        self[header] = known
-        return known
-
-
-_layouts = _Layouts()
 
 
 def _place(spec: Spec, leaves: list[Leaf], start: int) -> int:

@@ -30,7 +30,6 @@ import resource
 import selectors
 import socket
 import time
-import traceback
 from typing import Any
 
 from lightning_topt.data.coordinated.coordinator_link import (
@@ -68,11 +67,7 @@ def main(settings: dict[str, Any]) -> None:
     # Each batch that is kept is an open file.
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     coordinator = Coordinator(socket.socket(fileno=settings["listener"]))
-    try:
-        coordinator.run()
-    except Exception:
-        coordinator.close(traceback.format_exc())
-        raise
+    coordinator.run()
 
 
 class Refused(ValueError):
@@ -128,12 +123,6 @@ class Coordinator:
             while self._hand_out():
                 pass
         self.listener.close()
-
-    def close(self, reason: str) -> None:
-        """Tell all peers why the coordinator ends."""
-        for peer in list(self.peers.values()):
-            with contextlib.suppress(CoordinatorLost):
-                peer.connection.send({"type": "ended", "reason": reason})
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError, CoordinatorLost):
@@ -222,9 +211,8 @@ class Coordinator:
             assert descriptor is not None
             position = _position(message)
             # kept only where it is still wanted
-            if self.ledger.prepared(
-                peer.number, position, nbytes=os.fstat(descriptor).st_size, now=time.monotonic()
-            ):
+            nbytes = os.fstat(descriptor).st_size
+            if self.ledger.prepared(peer.number, position, nbytes=nbytes):
                 self.files[position] = descriptor, peer.job
             else:
                 os.close(descriptor)

@@ -8,13 +8,10 @@ is imported: the coordinator is a light process.
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 AHEAD_PER_WORKER = 2  # batches prepared before they are asked for; DataLoader's prefetch_factor
-LEAST_PATIENCE_SECONDS, PATIENCE = 2.0, 8.0  # a claim is old after so many median preparations
 # Share of the room that is freed at once from batches for jobs far behind: ranking takes time.
 DROPPED_AT_ONCE = 1 / 8
 Position = tuple[int, int]  # epoch, batch: the order in which every job needs them
@@ -48,9 +45,8 @@ class Ledger:
     """The state of all jobs and batches.
 
     Workers are known by any hashable number; `now` is a clock in seconds. At most `max_held`
-    batches are kept, of at most `memory_bytes` together. A claim is old after `timeout_seconds`, or
-    after much longer than most preparations take. When a job waits for its batch, an old claim is
-    given to a second worker.
+    batches are kept, of at most `memory_bytes` together. When a job waits for its batch, a claim
+    that is `timeout_seconds` old is given to a second worker.
     """
 
     def __init__(self, *, timeout_seconds: float, max_held: int = 1024) -> None:
@@ -64,7 +60,6 @@ class Ledger:
         self._failed: set[tuple[str, Position]] = set()
         self._suspects: set[Position] = set()  # held, perhaps not needed any more
         self._largest = 0  # bytes of a batch
-        self._durations: deque[float] = deque(maxlen=32)  # seconds from claim to batch
 
     @property
     def memory_bytes(self) -> int:
@@ -105,15 +100,13 @@ class Ledger:
         if worker in self._idle:
             self._idle.remove(worker)
 
-    def prepared(self, worker: int, position: Position, *, nbytes: int, now: float) -> bool:
+    def prepared(self, worker: int, position: Position, *, nbytes: int) -> bool:
         """Note that the worker finished a batch; returns whether any job needs it.
 
         Call `deliveries` and then `drop_excess` afterwards.
         """
         self.jobs[self.workers[worker]].prepared += 1
         self._largest = max(self._largest, nbytes)
-        if worker in self.claims:
-            self._durations.append(now - self.claims[worker].since)
         # two workers may have prepared it, or its jobs are gone
         if position in self.held or not self._needed_by(position):
             return False
@@ -187,10 +180,8 @@ class Ledger:
         for claim in self.claims.values():
             if claim.position in waited:
                 since[claim.position] = max(claim.since, since.get(claim.position, claim.since))
-        patience = self._patience()
-        return min(
-            (begun + patience for begun in since.values() if begun + patience > now), default=None
-        )
+        old = [begun + self.timeout_seconds for begun in since.values()]
+        return min((time for time in old if time > now), default=None)
 
     def rank(self, position: Position) -> Rank:
         """Return the value of a batch: needed soon, by many jobs, and then the sooner the better.
@@ -202,11 +193,6 @@ class Ledger:
         distances = [self._distance(job, position) for job in needed]
         nearest = min(distances, default=1 << 62)
         return nearest < self._ahead(), len(needed), -nearest
-
-    def _patience(self) -> float:
-        # The age in seconds at which a claim is old
-        typical = statistics.median(self._durations) if self._durations else self.timeout_seconds
-        return min(self.timeout_seconds, max(LEAST_PATIENCE_SECONDS, PATIENCE * typical))
 
     def _needed_by(self, position: Position) -> list[Job]:
         return [job for job in self.jobs.values() if job.cursor <= position]
@@ -248,7 +234,7 @@ class Ledger:
             claims = [claim for claim in self.claims.values() if claim.position == position]
             if claims and (
                 position not in waited
-                or any(now < claim.since + self._patience() for claim in claims)
+                or any(now < claim.since + self.timeout_seconds for claim in claims)
             ):
                 continue
             # what a job waits for is prepared in any case

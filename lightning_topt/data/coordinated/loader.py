@@ -411,11 +411,8 @@ class Membership:
 
 
 def _raise_refusal(message: Message) -> None:
-    # Raise what a refusal, or the end of the coordinator, means
     if message["type"] == "refused":
         raise CoordinationRefused(message["reason"])
-    if message["type"] == "ended":
-        raise CoordinatorLost(f"the coordinator failed: {message['reason']}")
 
 
 def _decode(descriptor: int, nbytes: int) -> object:

@@ -306,7 +306,7 @@ def _serve(
         if received is None:
             continue
         message = received[0]
-        # refused, or the coordinator ends
+        # refused
         if message["type"] != "prepare":
             return
         position = message["epoch"], message["batch"]

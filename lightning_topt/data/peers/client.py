@@ -28,16 +28,15 @@ import numpy.typing as npt
 from lightning_topt.data.cache.segment_store import checksum
 from lightning_topt.data.peers.protocol import (
     ABSENT,
-    DEFERRED,
     ENTRY,
     GET,
+    MOST_ENTRY_BYTES,
     OFFER,
     PRESENT,
     REQUEST,
     SLOWEST_BYTES_PER_SECOND,
     Channel,
     PeerError,
-    PeerLimits,
     ProtocolError,
     authenticate,
     connect,
@@ -68,12 +67,12 @@ class Peers:
         retry_seconds: until a node that is down is tried again.
 
     Raises:
-        ValueError: a node has no address, or the secret is too short.
+        ValueError: the secret is too short.
     """
 
     def __init__(
         self,
-        addresses: Sequence[tuple[str, int] | None],
+        addresses: Sequence[tuple[str, int]],
         *,
         node: int,
         num_items: int,
@@ -82,20 +81,9 @@ class Peers:
         fingerprint: str,
         timeout_seconds: float = 5.0,
         retry_seconds: float = 10.0,
-        limits: PeerLimits | None = None,
     ) -> None:
-        if not 0 <= node < len(addresses) or any(
-            a is None for i, a in enumerate(addresses) if i != node
-        ):
-            raise ValueError(
-                f"node {node} needs the addresses of all other nodes; got {list(addresses)}"
-            )
-        if min(timeout_seconds, retry_seconds) <= 0:
-            raise ValueError("timeout_seconds and retry_seconds are positive")
         self.addresses, self.node = list(addresses), node
-        self.num_items, self.seed = num_items, seed
         self.timeout_seconds, self.retry_seconds = timeout_seconds, retry_seconds
-        self.limits = limits or PeerLimits()
         self._key = run_key(secret, fingerprint=fingerprint, num_items=num_items)
         self._owners = owners(num_items, num_nodes=len(addresses), seed=seed)
         self._begin()
@@ -106,12 +94,10 @@ class Peers:
         _instances.add(self)
 
     def __getstate__(self) -> dict[str, object]:
-        left_out = ("_links", "_owners")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        return {name: value for name, value in vars(self).items() if name != "_links"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
-        self._owners = owners(self.num_items, num_nodes=len(self.addresses), seed=self.seed)
         self._begin()
 
     def is_own(self, item: int) -> bool:
@@ -125,24 +111,28 @@ class Peers:
         is one exchange with each owner; all are asked before the first answer is read.
         """
         entries: list[Entry | None] = [None] * len(items)
-        # Positions in `items` that are still to be requested, by owner.
-        pending: dict[int, list[int]] = {}
+        # positions in `items`, by owner
+        positions: dict[int, list[int]] = {}
         for position, item in enumerate(items):
             owner = int(self._owners[item])
             if owner != self.node and self.addresses[owner] != NOWHERE:
-                pending.setdefault(owner, []).append(position)
-        # A round of requests and answers; owners defer what is too much for one answer.
-        while pending:
-            asked = [
-                (owner, at, self._ask(owner, [items[i] for i in at]))
-                for owner, at in pending.items()
-            ]
-            pending = {}
-            for owner, positions, exchange in asked:
-                # what had no room in the answer, or in the request, is in the next round
-                later = self._collect(owner, exchange, items, positions, entries)
-                if later:
-                    pending[owner] = later
+                positions.setdefault(owner, []).append(position)
+        asked = [
+            (owner, at, self._ask(owner, [items[i] for i in at])) for owner, at in positions.items()
+        ]
+        for owner, at, exchange in asked:
+            if exchange is None:  # the owner is down: these are misses
+                continue
+            channel, deadline = exchange
+            link = self._link(owner)
+            try:
+                answer = receive_answer(channel, [items[i] for i in at], deadline=deadline)
+            except PeerError as error:
+                link.failed(channel, error)
+                continue
+            link.release(channel)
+            for i, entry in zip(at, answer, strict=True):
+                entries[i] = entry
         return entries
 
     def _ask(self, owner: int, items: Sequence[int]) -> tuple[Channel, float] | None:
@@ -155,40 +145,11 @@ class Peers:
         exchange = link.acquire()
         if exchange is not None:
             try:
-                ask(exchange[0], items[: self.limits.items], deadline=exchange[1])
+                ask(exchange[0], items, deadline=exchange[1])
             except PeerError as error:
                 link.failed(exchange[0], error)
                 return None
         return exchange
-
-    def _collect(
-        self,
-        owner: int,
-        exchange: tuple[Channel, float] | None,
-        items: Sequence[int],
-        positions: list[int],
-        entries: list[Entry | None],
-    ) -> list[int]:
-        # Put an owner's answer into `entries`; returns the positions to request again
-        # Only so many items were in the request; the rest comes later.
-        link = self._link(owner)
-        now, later = positions[: self.limits.items], positions[self.limits.items :]
-        answer = None
-        if exchange is not None:
-            channel, deadline = exchange
-            try:
-                answer = receive_answer(
-                    channel, [items[i] for i in now], deadline=deadline, limits=self.limits
-                )
-                link.release(channel)
-            except PeerError as error:
-                link.failed(channel, error)
-        if answer is None:  # the owner is down: these are misses
-            return []
-        for i, entry in zip(now, answer, strict=True):
-            if not isinstance(entry, type):
-                entries[i] = entry
-        return [i for i, entry in zip(now, answer, strict=True) if entry is Later] + later
 
     def push(self, entries: Mapping[int, Sequence[Any]]) -> None:
         """Give entries (each as buffers) to their owners.
@@ -199,35 +160,30 @@ class Peers:
         for item, parts in entries.items():
             owner = int(self._owners[item])
             assert owner != self.node, "a node's own items are not pushed"
-            fits = sum(map(len, parts)) <= self.limits.entry_bytes
+            fits = sum(map(len, parts)) <= MOST_ENTRY_BYTES
             if fits and self.addresses[owner] != NOWHERE:
                 by_owner.setdefault(owner, []).append((item, parts))
         for owner, offers in by_owner.items():
             link = self._link(owner)
-            for first in range(0, len(offers), self.limits.offers):
-                acquired = link.acquire()
-                if acquired is None:  # it is down
-                    break
-                channel, deadline = acquired
-                try:
-                    some = offers[first : first + self.limits.offers]
-                    offer(channel, some, deadline=deadline)
-                    link.release(channel)
-                except PeerError as error:
-                    link.failed(channel, error)
+            exchange = link.acquire()
+            if exchange is None:  # it is down
+                continue
+            channel, deadline = exchange
+            try:
+                offer(channel, offers, deadline=deadline)
+                link.release(channel)
+            except PeerError as error:
+                link.failed(channel, error)
 
     def _link(self, owner: int) -> OwnerLink:
         link = self._links.get(owner)
         if link is None:
-            address = self.addresses[owner]
-            assert address is not None
             made = OwnerLink(
-                address,
+                self.addresses[owner],
                 name=f"node {owner}",
                 key=self._key,
                 timeout_seconds=self.timeout_seconds,
                 retry_seconds=self.retry_seconds,
-                limits=self.limits,
             )
             # another thread may have made one meanwhile: the first is kept
             link = self._links.setdefault(owner, made)
@@ -259,15 +215,7 @@ def owners(num_items: int, *, num_nodes: int, seed: int) -> npt.NDArray[np.int32
     not on NumPy's version: items are sorted by a hash of seed and item (SplitMix64; Steele, Lea and
     Flood, OOPSLA 2014), and nodes take them round robin. The partition is random because neighbours
     in the source (of one class, of one size) would otherwise make one node's part heavier.
-
-    Raises:
-        ValueError: there are no nodes.
     """
-    if num_nodes < 1 or num_items < 0:
-        raise ValueError(
-            f"a partition has at least one node and no negative items; got {num_nodes} and "
-            f"{num_items}"
-        )
     # Mixed as well, for the hashes of neighbouring seeds would be shifts of each other.
     far_apart = _mixed(np.array([(seed & _MASK) ^ 0xD1B54A32D192ED03], np.uint64))
     keys = _mixed(np.arange(num_items, dtype=np.uint64) + np.uint64(int(far_apart[0])))
@@ -302,11 +250,9 @@ class OwnerLink:
         key: bytes,
         timeout_seconds: float,
         retry_seconds: float,
-        limits: PeerLimits,
     ) -> None:
         self.address, self.name, self.key = address, name, key
         self.timeout_seconds, self.retry_seconds = timeout_seconds, retry_seconds
-        self.limits = limits
         self._idle: list[Channel] = []
         self._lock = threading.Lock()
         self._retry_at: float | None = None  # None: not down
@@ -408,10 +354,6 @@ class OwnerLink:
             channel.close()
 
 
-class Later:
-    """Stands for an entry that the owner wants to be requested again."""
-
-
 def ask(channel: Channel, items: Sequence[int], *, deadline: float) -> None:
     """Send a GET request for `items`."""
     channel.send(
@@ -420,35 +362,31 @@ def ask(channel: Channel, items: Sequence[int], *, deadline: float) -> None:
 
 
 def receive_answer(
-    channel: Channel, items: Sequence[int], *, deadline: float, limits: PeerLimits
-) -> list[Entry | type[Later] | None]:
+    channel: Channel, items: Sequence[int], *, deadline: float
+) -> list[Entry | None]:
     """Receive the answer to `ask`; None stands for an entry that is absent or damaged.
 
     Raises:
         PeerTimeout: nothing came by `deadline`, or less than a megabyte per second afterwards.
     """
-    # The states: one (state, bytes, checksum) per item, within the limits.
+    # The states: one (state, bytes, checksum) per item.
     states = list(ENTRY.iter_unpack(channel.receive(ENTRY.size * len(items), deadline=deadline)))
-    total = 0
-    for i, (state, nbytes, _) in enumerate(states):
-        if state not in (ABSENT, PRESENT, DEFERRED) or (state == DEFERRED and not i):
-            raise ProtocolError("an answer that makes no sense")
-        total += nbytes if state == PRESENT else 0
-        if nbytes > limits.entry_bytes or total > max(limits.reply_bytes, limits.entry_bytes):
-            raise ProtocolError("an answer larger than the limits allow")
+    if any(state not in (ABSENT, PRESENT) or size > MOST_ENTRY_BYTES for state, size, _ in states):
+        raise ProtocolError("an answer that makes no sense")
     # The bytes of all that are present. While this node waited for another owner, this one could
     # only fill the connection's buffers, so it gets a second at least.
-    buffers = [
-        np.empty(nbytes, np.uint8) if state == PRESENT else None for state, nbytes, _ in states
-    ]
+    buffers = {
+        i: np.empty(nbytes, np.uint8)
+        for i, (state, nbytes, _) in enumerate(states)
+        if state == PRESENT
+    }
+    total = sum(buffer.nbytes for buffer in buffers.values())
     deadline = max(deadline, time.monotonic() + LEAST_SECONDS) + total / SLOWEST_BYTES_PER_SECOND
-    channel.receive_into([buffer for buffer in buffers if buffer is not None], deadline=deadline)
-    answer: list[Entry | type[Later] | None] = []
-    for item, (state, _, digest), buffer in zip(items, states, buffers, strict=True):
-        if buffer is None:
-            answer.append(Later if state == DEFERRED else None)
-        else:
-            answer.append(buffer if checksum([buffer], item=item) == digest else None)
+    channel.receive_into(list(buffers.values()), deadline=deadline)
+    answer: list[Entry | None] = [None] * len(items)
+    for i, buffer in buffers.items():
+        if checksum([buffer], item=items[i]) == states[i][2]:
+            answer[i] = buffer
     return answer
 
 

@@ -34,7 +34,6 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 # Sizes and layouts of messages.
@@ -44,8 +43,10 @@ LEAST_SECRET_BYTES = 16
 REQUEST = struct.Struct("<II")  # GET or OFFER, number of items
 ENTRY = struct.Struct("<QQQ")  # GET's answer: state, bytes, checksum. OFFER: item, bytes, checksum
 GET, OFFER = 1, 2
-ABSENT, PRESENT, DEFERRED = 0, 1, 2  # deferred: too much for one answer, request it again
+ABSENT, PRESENT = 0, 1
 SLOWEST_BYTES_PER_SECOND = 1e6  # a transfer gets one second more for so many bytes
+MOST_ITEMS = 1 << 20  # of one GET or OFFER
+MOST_ENTRY_BYTES = 1 << 28  # larger entries are not shared between nodes
 
 _MOST_BUFFERS = 512  # buffers per system call; Linux takes 1024
 _CORK = getattr(socket, "TCP_CORK", None)
@@ -73,36 +74,6 @@ class ProtocolError(PeerError):
 
 class FileBroken(PeerError):
     """A file that was to be sent cannot be read."""
-
-
-@dataclass(frozen=True)
-class PeerLimits:
-    """Limits of a conversation, in bytes and seconds; the same on all nodes.
-
-    Args:
-        entry_bytes: of the largest entry; larger ones are not shared between nodes.
-        reply_bytes: of one answer, unless its first entry alone is larger.
-        items: of one GET.
-        offers: of one OFFER.
-        connections: open at a time.
-        proof_seconds: for the proof that a client knows the secret.
-        request_seconds: for a request or answer, and one more second per megabyte.
-        idle_seconds: between requests.
-    """
-
-    entry_bytes: int = 1 << 28
-    reply_bytes: int = 1 << 30
-    items: int = 1024
-    offers: int = 64
-    connections: int = 2048
-    proof_seconds: float = 5.0
-    request_seconds: float = 30.0
-    idle_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value <= 0:
-                raise ValueError(f"{name} is positive; got {value}")
 
 
 def run_key(secret: bytes, *, fingerprint: str, num_items: int) -> bytes:

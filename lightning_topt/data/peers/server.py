@@ -10,7 +10,6 @@ files; they are not read here. The process imports the stores and the protocol, 
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import resource
@@ -22,7 +21,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,16 +31,16 @@ from lightning_topt.data.cache.segment_store import Location, SegmentStore, Stor
 from lightning_topt.data.light_process import close_pipes, start_light
 from lightning_topt.data.peers.protocol import (
     ABSENT,
-    DEFERRED,
     ENTRY,
     GET,
+    MOST_ENTRY_BYTES,
+    MOST_ITEMS,
     OFFER,
     PRESENT,
     REQUEST,
     SLOWEST_BYTES_PER_SECOND,
     Channel,
     FileBroken,
-    PeerLimits,
     ProtocolError,
     receive_proof,
     run_key,
@@ -50,6 +48,9 @@ from lightning_topt.data.peers.protocol import (
 
 STARTUP_SECONDS = 60.0
 END_SECONDS = 5.0
+MOST_CONNECTIONS = 2048
+# For the proof of a client, for a request (and one more per megabyte), and between requests.
+PROOF_SECONDS, REQUEST_SECONDS, IDLE_SECONDS = 5.0, 30.0, 600.0
 RECEIVERS = 4  # connections that may hold a received entry in memory, and as many a read one
 STACK_BYTES = 1 << 19  # of a connection's thread
 PARENT_SECONDS = 1.0  # how often to look for the parent, in case the end of its pipe is not seen
@@ -68,9 +69,10 @@ class PeerServer:
         secret: of the run, at least 16 random bytes, the same on all nodes.
         fingerprint: of the data; clients with another one are refused.
         port: to listen on; 0: any free one.
+        connections: open at a time.
 
     Raises:
-        ValueError: the address is not of this machine, or means all of its interfaces.
+        ValueError: the address is not of this machine.
         RuntimeError: the process does not start.
     """
 
@@ -82,21 +84,14 @@ class PeerServer:
         secret: bytes,
         fingerprint: str,
         port: int = 0,
-        limits: PeerLimits | None = None,
+        connections: int = MOST_CONNECTIONS,
     ) -> None:
-        _check_host(host)
-        num_items = {store.num_items for store in stores}
-        if len(num_items) != 1:
-            raise ValueError(
-                "a peer server serves the stores of one cache: all of the same number of items, "
-                "one at least"
-            )
         # All that the process needs, as plain data; the stores' files are inherited.
         settings = {
             "host": host,
             "port": port,
-            "key": run_key(secret, fingerprint=fingerprint, num_items=num_items.pop()).hex(),
-            "limits": asdict(limits or PeerLimits()),
+            "key": run_key(secret, fingerprint=fingerprint, num_items=stores[0].num_items).hex(),
+            "connections": connections,
             "stores": [_described(store) for store in stores],
             "parent": os.getpid(),
         }
@@ -122,22 +117,6 @@ class PeerServer:
     def close(self) -> None:
         """End the process. Calling it again does nothing."""
         self._finalizer()
-
-
-def _check_host(host: str) -> None:
-    advice = "give the address of this node's interface to the other nodes"
-    try:
-        addresses = {
-            entry[4][0] for entry in socket.getaddrinfo(host or "", 0, type=socket.SOCK_STREAM)
-        }
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host!r}: {error}; {advice}") from error
-    if not host or any(
-        ipaddress.ip_address(str(address).partition("%")[0]).is_unspecified for address in addresses
-    ):
-        raise ValueError(
-            f"listening on {host!r} would be listening on every interface of this machine; {advice}"
-        )
 
 
 def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
@@ -181,17 +160,16 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def main(settings: dict[str, Any]) -> None:
     """Listen, print the port to standard output, and serve until standard input ends."""
-    limits = PeerLimits(**settings["limits"])
     # A descriptor per connection, and some more.
-    number = limits.connections + 64
+    number = settings["connections"] + 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < number:
         most = number if hard == resource.RLIM_INFINITY else min(number, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     threading.stack_size(STACK_BYTES)
     host, port = settings["host"], settings["port"]
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         print(json.dumps({"error": str(error)}), flush=True)
@@ -199,7 +177,8 @@ def main(settings: dict[str, Any]) -> None:
     listener.setblocking(False)
     # the parent's files, inherited under the same descriptors
     stores = [_open_store(known) for known in settings["stores"]]
-    service = PeerService(stores, key=bytes.fromhex(settings["key"]), limits=limits)
+    key = bytes.fromhex(settings["key"])
+    service = PeerService(stores, key=key, most_connections=settings["connections"])
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
     service.serve(listener, control=sys.stdin.fileno(), parent=settings["parent"])
     os._exit(0)  # without waiting for connections: none of them must be finished
@@ -216,8 +195,10 @@ class EntryPlace(NamedTuple):
 class PeerService:
     """Answers requests for `stores`, the fastest first, all of the same items."""
 
-    def __init__(self, stores: Sequence[SegmentStore], *, key: bytes, limits: PeerLimits) -> None:
-        self.stores, self.key, self.limits = stores, key, limits
+    def __init__(
+        self, stores: Sequence[SegmentStore], *, key: bytes, most_connections: int
+    ) -> None:
+        self.stores, self.key, self.most_connections = stores, key, most_connections
         self._connections = 0
         self._lock = threading.Lock()
         self._receiving = threading.BoundedSemaphore(RECEIVERS)
@@ -244,7 +225,7 @@ class PeerService:
     def _admit(self, connection: socket.socket) -> None:
         # Give a connection a thread of its own, or hang up where there are too many
         with self._lock:
-            is_full = self._connections >= self.limits.connections
+            is_full = self._connections >= self.most_connections
             self._connections += not is_full
         try:
             if not is_full:
@@ -261,11 +242,9 @@ class PeerService:
         # Answer the requests of one connection, once it has proved that it knows the secret
         try:
             channel = Channel(connection)
-            receive_proof(channel, self.key, deadline=time.monotonic() + self.limits.proof_seconds)
+            receive_proof(channel, self.key, deadline=time.monotonic() + PROOF_SECONDS)
             while True:
-                request = channel.receive(
-                    REQUEST.size, deadline=time.monotonic() + self.limits.idle_seconds
-                )
+                request = channel.receive(REQUEST.size, deadline=time.monotonic() + IDLE_SECONDS)
                 self._answer(channel, *REQUEST.unpack(request))
         except (OSError, MemoryError):  # a PeerError is an OSError
             pass
@@ -275,32 +254,26 @@ class PeerService:
             connection.close()
 
     def _answer(self, channel: Channel, kind: int, count: int) -> None:
-        deadline = time.monotonic() + self.limits.request_seconds
-        if kind == GET and 0 < count <= self.limits.items:
-            self._give(channel, count, deadline)
-        elif kind == OFFER and 0 < count <= self.limits.offers:
-            self._take(channel, count, deadline)
-        else:
+        deadline = time.monotonic() + REQUEST_SECONDS
+        if kind not in (GET, OFFER) or not 0 < count <= MOST_ITEMS:
             raise ProtocolError("no such request")
+        if kind == GET:
+            self._give(channel, count, deadline)
+        else:
+            self._take(channel, count, deadline)
 
     def _give(self, channel: Channel, count: int, deadline: float) -> None:
         # Answer GET: the states of all items, then the entries from the stores' files
-        # States first: an answer has a limited size, and the rest is deferred.
         items = np.frombuffer(channel.receive(8 * count, deadline=deadline), "<u8").tolist()
-        states: list[bytes] = []
-        places: list[EntryPlace] = []
-        total = 0
-        for item in items:
-            place = self._locate(item)
-            if place is None:
-                states.append(ENTRY.pack(ABSENT, 0, 0))
-            elif places and total + place.where.nbytes > self.limits.reply_bytes:
-                states.append(ENTRY.pack(DEFERRED, 0, 0))
-            else:
-                states.append(ENTRY.pack(PRESENT, place.where.nbytes, place.where.checksum))
-                places.append(place)
-                total += place.where.nbytes
-        deadline += total / SLOWEST_BYTES_PER_SECOND
+        found = [self._locate(item) for item in items]
+        places = [place for place in found if place is not None]
+        states = [
+            ENTRY.pack(ABSENT, 0, 0)
+            if place is None
+            else ENTRY.pack(PRESENT, place.where.nbytes, place.where.checksum)
+            for place in found
+        ]
+        deadline += sum(place.where.nbytes for place in places) / SLOWEST_BYTES_PER_SECOND
         # Full packets; the bytes go from the page cache to the socket without a copy here.
         channel.cork(True)
         channel.send([b"".join(states)], deadline=deadline)
@@ -321,7 +294,7 @@ class PeerService:
             if item >= store.num_items:
                 raise ProtocolError("no such item")
             where = store.locate(item)
-            if where is not None and where.nbytes <= self.limits.entry_bytes:
+            if where is not None and where.nbytes <= MOST_ENTRY_BYTES:
                 if where.offset + where.nbytes <= os.fstat(where.descriptor).st_size:
                     return EntryPlace(item, store, where)
                 store.discard(item)
@@ -346,7 +319,7 @@ class PeerService:
     def _wants(self, item: int, nbytes: int) -> bool:
         if any(item >= store.num_items for store in self.stores):
             raise ProtocolError("no such item")
-        if nbytes > self.limits.entry_bytes:
+        if nbytes > MOST_ENTRY_BYTES:
             return False
         # The client has not found it here, or found it damaged: so a stored one is verified, and
         # dropped if it is damaged.

@@ -212,6 +212,34 @@ def zero_at(values: Any, indices: Any) -> None:
         values[indices[i]] = 0.0
 
 
+@kernel
+def take_chunks(
+    residual: Any, bits: Any, added: Any, decay: Any, chunk: int, per_chunk: int,
+    indices: Any, values: Any,
+) -> None:  # fmt: skip
+    """Do ``residual = decay * residual + added``, and take the largest of each chunk out.
+
+    They go to `indices` and `values` (k,), ascending; of equal magnitudes the first. `bits` is the
+    memory of `residual` (n,) as int32. A last chunk that is shorter gives its share, rounded up.
+    """
+    written = 0
+    for start in range(0, residual.shape[0], chunk):
+        stop = min(start + chunk, residual.shape[0])
+        for i in range(start, stop):
+            residual[i] = decay * residual[i] + added[i]
+        # the threshold, then what reaches it, while the chunk is in the first-level cache
+        k = (per_chunk * (stop - start) + chunk - 1) // chunk
+        threshold, equal = exact_threshold(bits[start:stop], k)
+        for i in range(start, stop):
+            magnitude = bits[i] & MAGNITUDE_MASK
+            tie = magnitude == threshold and equal > 0
+            if magnitude > threshold or tie:
+                indices[written], values[written] = i, residual[i]
+                residual[i] = 0.0
+                written += 1
+            equal -= tie
+
+
 # ---- 64 lanes at once, as LLVM operations
 
 

@@ -171,11 +171,12 @@ def test_chunks_take_what_sorting_takes(numel: int, chunk: int, density: float) 
         part = before[first : first + chunks.chunk].abs()
         k = -(-chunks.per_chunk * len(part) // chunks.chunk)
         expected.extend((first + part.argsort(descending=True)[:k].sort().values).tolist())
-    residual = start.clone()
-    values, indices = chunks.take(residual, start.flip(0), decay=0.5)
-    assert indices.tolist() == expected and len(expected) == chunks.k
-    assert torch.equal(values, before[indices]) and not residual[indices].any()
-    assert torch.equal(residual.index_add(0, indices, values), before)
+    for take in (chunks.take, chunks.take_in_torch):
+        residual = start.clone()
+        values, indices = take(residual, start.flip(0), decay=0.5)
+        assert indices.tolist() == expected and len(expected) == chunks.k
+        assert torch.equal(values, before[indices]) and not residual[indices].any()
+        assert torch.equal(residual.index_add(0, indices, values), before)
 
 
 def conserved(rank: int) -> float:

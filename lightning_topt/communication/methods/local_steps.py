@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +37,7 @@ from lightning_topt.communication.exchange_method import (
     Work,
 )
 from lightning_topt.communication.local_sgd import MeanOverRanks, OuterGradient, Wait
+from lightning_topt.communication.selection_kernels import take_chunks
 from lightning_topt.communication.wire import SparseMessage, check_bits
 
 # Elements of a part: on a CPU 8 MB, in the last cache until what rounding took is put back;
@@ -183,6 +185,7 @@ class ChunkMean(MeanOverRanks):
         self.residual = torch.zeros(numel, device=device)
         if device.type == "cpu":
             wire.warm_up()
+            Chunks(10, 4, 1).take(torch.zeros(10), torch.ones(10), decay=1.0)
 
     def mean(self, gradient: OuterGradient, *, wait: Wait) -> Iterator[Tensor]:
         """Yield the mean of what was selected, part after part."""
@@ -251,6 +254,20 @@ class Chunks:
 
         Both are (numel,) float32. Returns values (k,) and indices (k,) int32, ascending.
         """
+        if residual.device.type == "cpu":
+            values, indices = np.empty(self.k, np.float32), np.empty(self.k, np.int32)
+            kept = residual.numpy()
+            take_chunks(
+                kept, kept.view(np.int32), added.numpy(), np.float32(decay), self.chunk,
+                self.per_chunk, indices, values,
+            )  # fmt: skip
+            return torch.from_numpy(values), torch.from_numpy(indices)
+        return self.take_in_torch(residual, added, decay=decay)
+
+    def take_in_torch(
+        self, residual: Tensor, added: Tensor, *, decay: float
+    ) -> tuple[Tensor, Tensor]:
+        """Do what `take_chunks` does, on every device."""
         residual.mul_(decay).add_(added)
         full = self.numel - self.rest
         # full chunks (chunks, chunk), then the rest (1, rest)

@@ -33,7 +33,7 @@ from lightning_topt.communication.bucket import (
 )
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.exchange_method import FeedbackMethod
-from lightning_topt.communication.wire import pack_codes, unpack_codes
+from lightning_topt.communication.wire import pack_bits, unpack_codes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class SignExchange(BucketExchange):
                     sent = torch.where(negative, -scales[index], scales[index])
                     self.residual[name] = pending.sub_(sent)
                     self.sent.append((self.residual[name], sent))
-        own = torch.cat([scales.view(torch.uint8), pack_codes(signs, 1)])
+        own = torch.cat([scales.view(torch.uint8), pack_bits(signs)])
         rows = own.new_empty((self.topology.world_size, own.numel()))  # (ranks, bytes)
         self.count_ring(rows.nbytes, passes=1)
         yield together(ring_all_gather(rows, own, group=self.groups.world[0]), exempt)

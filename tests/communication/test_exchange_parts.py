@@ -22,16 +22,16 @@ from lightning_topt.communication.exchange_method import (
 )
 from lightning_topt.communication.hook import ExchangeWorker, Streams, StreamWorker, _hook
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import INT32, SparseMessage
+from lightning_topt.communication.wire import BITMAP, INT32, SparseMessage
 from tests.communication.exchange_ranks import FakeStreams
 
 
 @pytest.mark.parametrize(
     ("numel", "k", "low_bits"),
     [
-        (7, 1, 0),
-        (1000, 1000, 0),
-        (70_001, 21_000, 0),
+        (7, 1, BITMAP),
+        (1000, 1000, BITMAP),
+        (70_001, 21_000, BITMAP),
         (70_001, 7_001, 4),
         (70_001, 701, 8),
         (65_536, 1, INT32),

@@ -25,6 +25,21 @@ def test_arrives_as_the_definition_says(bits, numel, group):
 
 
 @pytest.mark.parametrize("bits", BITS)
+def test_other_devices_say_the_same(bits):
+    """The form in plain torch, on the same values; a level may round another way."""
+    torch.manual_seed(1)
+    values = torch.randn(1000)
+    form = LevelFormat(1000, bits, 64)
+    plain = torch.zeros(form.nbytes, dtype=torch.uint8)
+    form._encode_torch(values, plain)
+    torch.testing.assert_close(form.decode(plain), form.round(values), rtol=1e-2, atol=0)
+    levels = (
+        plain[: form.level_bytes].view(torch.bfloat16)[: form.groups * form.levels_each].float()
+    )
+    assert torch.equal(form._decode_torch(levels.view(form.groups, -1), plain), form.decode(plain))
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_zeros_arrive(bits):
     form = LevelFormat(130, bits)
     assert torch.equal(form.round(torch.zeros(130)).abs(), torch.zeros(130))

@@ -121,6 +121,7 @@ def change_entries(caches: Path, **changes: Any) -> None:
     """Change the trial of the layers, as if another one had found that."""
     (path,) = (p for p in caches.rglob("*.json") if '"layers.0"' in p.read_text())
     data = json.loads(path.read_text())
+    assert data["entries"][""]["value"] == 0.5  # of the time, by the clock
     data["entries"]["layers.0"]["value"] |= changes
     path.write_text(json.dumps(data))
 

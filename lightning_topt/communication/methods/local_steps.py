@@ -184,7 +184,7 @@ class ChunkMean(MeanOverRanks):
         self.forms = [SparseMessage(part.numel, part.k, method.bits) for part in self.parts]
         self.residual = torch.zeros(numel, device=device)
         if device.type == "cpu":
-            wire.warm_up()
+            wire.warm_up(method.bits)
             Chunks(10, 4, 1).take(torch.zeros(10), torch.ones(10), decay=1.0)
 
     def mean(self, gradient: OuterGradient, *, wait: Wait) -> Iterator[Tensor]:

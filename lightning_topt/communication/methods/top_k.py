@@ -226,7 +226,7 @@ class FeedbackExchange(BucketExchange):
         """Compile the selection and the message."""
         if self.device.type == "cpu":
             selection.warm_up()
-            wire.warm_up()
+            wire.warm_up(self.options.bits)
 
     def put_back(self) -> None:
         """Put back into the residual what the last step sent."""

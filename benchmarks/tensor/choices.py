@@ -260,6 +260,7 @@ def made(options: argparse.Namespace) -> tuple[L.LightningModule, Any]:
         model: L.LightningModule = ByteGPT(
             options.layers, options.width, options.width // 64, options.seq_len
         )
+        del model.val_bits_per_byte  # no stages are searched for a module that has metrics
         return model, tokens
     labels = torch.randint(0, 10, (SAMPLES,))
     if options.model == "mlp":

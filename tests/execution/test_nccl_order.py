@@ -71,7 +71,7 @@ def in_order(rank: int) -> tuple[bool, float, str]:
         time.sleep(0.4)
         dist.recv(tensor, other)
     dist.barrier()
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
     works = [dist.irecv(torch.empty(1), other, group), dist.isend(tensor, other, group)]
     try:
         works[-1].wait()

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from lightning_topt.communication.bounded_loss.exchange import load_kernels as load_datagram_kernels
 from lightning_topt.communication.node.node_kernels import (
     announce,
-    gather_tables,
+    gather_ranks,
     load_word,
     sum_ranks,
 )
@@ -54,7 +54,7 @@ def load_kernels() -> None:
         for dtype in (np.float32, np.uint16, np.int16):  # the last two for those of 16 bits
             received = np.zeros((1, 1), dtype)
             sum_ranks(np.zeros(0, np.float32), np.zeros(0, dtype), none, none, 0, received, 0)
-        gather_tables(none, none, none, none, none, none, 0, 0)
+        gather_ranks(none, none, none, none, 0, 0)
         address = int(word.ctypes.data)
         announce(address, load_word(address))
 

@@ -115,7 +115,7 @@ def test_half_an_entry_or_a_wrong_one_is_not_stored(nodes):
     assert two[1].has(item) == {"memory", "disk"}
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "2001:db8::1"])
 def test_it_listens_on_no_other_interface_than_one_of_this_machine(nodes, host):
     store = nodes(1)[0].memory
     with pytest.raises(ValueError, match="listen"):

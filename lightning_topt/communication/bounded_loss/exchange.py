@@ -114,6 +114,8 @@ class WireOptions:
                 f"datagram_bytes lies between {FEWEST_DATAGRAM_BYTES} and {MOST_DATAGRAM_BYTES}; "
                 f"got {self.datagram_bytes}"
             )
+        if self.part_bytes < self.datagram_bytes:
+            raise ValueError(f"part_bytes is at least one datagram; got {self.part_bytes}")
         if self.bits not in (16, 32):
             raise ValueError(f"bits of a value are 16 or 32; got {self.bits}")
         if self.rate is not None and self.rate <= 0:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -38,8 +39,7 @@ from lightning_topt.communication.node.node_channel import (
     NodePage,
     Operation,
 )
-from lightning_topt.communication.node.node_kernels import Array, sum_ranks
-from lightning_topt.communication.node.rows import gather_rows
+from lightning_topt.communication.node.node_kernels import Array, gather_ranks, sum_ranks
 
 log = logging.getLogger(__name__)
 
@@ -206,10 +206,16 @@ class SharedMemoryNodeExchange(NodeExchange):
     Raises:
         NodeMemoryUnavailable: on all ranks, where they are on several machines, in containers that
             do not see each other, or may not read each other's memory.
+        ValueError: for a node of one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_seconds: float) -> None:
         super().__init__(local_rank=dist.get_rank(group), local_size=dist.get_world_size(group))
+        if self.local_size < 2:
+            raise ValueError(
+                "a node of one rank has nothing to exchange: use CollectiveNodeExchange, which "
+                "does nothing then"
+            )
         self.page = NodePage(group, words=3 * CHANNEL_WORDS, timeout_seconds=timeout_seconds)
         # one channel per method: each keeps its own sequence
         self.scatters, self.shards, self.messages = (
@@ -259,13 +265,15 @@ class SharedMemoryNodeExchange(NodeExchange):
 
     def gather_shards(self, flat: Tensor) -> PendingResult[Tensor]:
         """Copy the others' shards; see `NodeExchange`. The result is `flat`."""
-        bounds = shard_bounds(flat.numel(), local_size=self.local_size)
-        shards = {rank: [flat[start:stop]] for rank, (start, stop) in enumerate(bounds)}
-        return gather_rows(self.shards, shards, lambda: flat)
+        shards = [
+            _checked(flat)[start:stop]
+            for start, stop in shard_bounds(flat.numel(), local_size=self.local_size)
+        ]
+        return self._gather(self.shards, shards, lambda: flat)
 
     def all_gather(self, message: Tensor) -> PendingResult[Tensor]:
         """Copy the others' messages; see `NodeExchange`."""
-        size = message.numel()
+        size = _checked(message).numel()
         buffer = self.rows.take(self.local_size * size)
         rows = buffer[: self.local_size * size].view(self.local_size, size)
         rows[self.local_rank] = message
@@ -274,7 +282,27 @@ class SharedMemoryNodeExchange(NodeExchange):
             self.rows.give(buffer)
             return rows
 
-        return gather_rows(self.messages, {rank: [row] for rank, row in enumerate(rows)}, outcome)
+        return self._gather(self.messages, list(rows), outcome)
+
+    def _gather(
+        self, channel: NodeChannel, parts: list[Tensor], outcome: Callable[[], Tensor]
+    ) -> Operation:
+        # Copy every other rank's part into its place among `parts`, one per local rank
+        sizes = np.array([part.numel() * part.element_size() for part in parts], dtype=np.int64)
+        targets = np.array([part.data_ptr() for part in parts], dtype=np.int64)
+
+        def read(processes: Array, sources: Array) -> tuple[int, int]:
+            return gather_ranks(
+                processes, sources, targets, sizes, self.local_rank, self.page.vector_address
+            )
+
+        return Operation(
+            channel,
+            sent=parts[self.local_rank],
+            expected=sizes.tolist(),
+            read=read,
+            outcome=outcome,
+        )
 
     def close(self) -> None:
         """Leave: other ranks' waits for this one end with an error. May be called twice."""

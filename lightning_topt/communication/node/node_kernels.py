@@ -110,6 +110,23 @@ def fetch(process: int, target: int, source: int, size: int, vector: int) -> int
 
 
 @compiled
+def gather_ranks(
+    processes: Array, sources: Array, targets: Array, sizes: Array, rank: int, vector: int
+) -> tuple[int, int]:
+    """Copy every other rank's ``sizes[peer]`` bytes at ``sources[peer]`` to ``targets[peer]`` here.
+
+    Returns (rank, error number) of a failed read, (0, 0) where all went well.
+    """
+    ranks = processes.shape[0]
+    for step in range(1, ranks):
+        peer = (rank + step) % ranks  # every rank starts with another one
+        error = fetch(processes[peer], targets[peer], sources[peer], sizes[peer], vector)
+        if error:
+            return peer, error
+    return 0, 0
+
+
+@compiled
 def sum_ranks(
     total: Array,
     own: Array,

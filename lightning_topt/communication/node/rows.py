@@ -9,7 +9,7 @@ benchmarks/results/optimizer_step.md). For optimizers whose step is divided amon
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -61,6 +61,7 @@ class NodeRows:
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_seconds: float) -> None:
         self.page = NodePage(group, words=CHANNEL_WORDS, timeout_seconds=timeout_seconds)
+        self.rank, self.size = self.page.rank, self.page.size
         self.tables = NodeChannel(self.page, base=0)
 
     def gather_rows(self, parts: Mapping[int, Sequence[Tensor]]) -> Operation:
@@ -69,43 +70,33 @@ class NodeRows:
         All ranks have as many tensors of the same sizes. They must not be written, nor given other
         memory, before ``wait()`` has returned.
         """
-        return gather_rows(self.tables, parts)
+        per_rank = [list(parts.get(rank, ())) for rank in range(self.size)]
+        assert all(
+            part.is_contiguous() and part.device.type == "cpu"
+            for of_rank in per_rank
+            for part in of_rank
+        )
+        # addresses here and bytes of all parts, those of rank r from starts[r] on
+        flat = [part for of_rank in per_rank for part in of_rank]
+        targets = np.array([part.data_ptr() for part in flat], dtype=np.int64)
+        sizes = np.array([part.nbytes for part in flat], dtype=np.int64)
+        counts = [len(of_rank) for of_rank in per_rank]
+        starts = np.cumsum([0, *counts], dtype=np.int64)
+        # What is published is a table of this rank's addresses, never empty.
+        table = torch.from_numpy(np.append(targets[starts[self.rank] : starts[self.rank + 1]], 0))
+        read_table = np.empty(max(counts) + 1, dtype=np.int64)
+
+        def read(processes: Array, sources: Array) -> tuple[int, int]:
+            vector = self.page.vector_address
+            return gather_tables(
+                processes, sources, read_table, targets, sizes, starts, self.rank, vector
+            )
+
+        expected = [8 * (count + 1) for count in counts]
+        return Operation(
+            self.tables, sent=table, expected=expected, read=read, outcome=lambda: table
+        )
 
     def close(self) -> None:
         """Leave: other ranks' waits for this one end with an error. May be called twice."""
         self.page.leave()
-
-
-def gather_rows(
-    channel: NodeChannel,
-    parts: Mapping[int, Sequence[Tensor]],
-    outcome: Callable[[], Tensor] | None = None,
-) -> Operation:
-    """Do what `NodeRows.gather_rows` does by operations of `channel`; `outcome` is the result."""
-    page = channel.page
-    per_rank = [list(parts.get(rank, ())) for rank in range(page.size)]
-    assert all(
-        part.is_contiguous() and part.device.type == "cpu"
-        for of_rank in per_rank
-        for part in of_rank
-    )
-    # addresses here and bytes of all parts, those of rank r from starts[r] on
-    flat = [part for of_rank in per_rank for part in of_rank]
-    targets = np.array([part.data_ptr() for part in flat], dtype=np.int64)
-    sizes = np.array([part.nbytes for part in flat], dtype=np.int64)
-    counts = [len(of_rank) for of_rank in per_rank]
-    starts = np.cumsum([0, *counts], dtype=np.int64)
-    # What is published is a table of this rank's addresses, never empty.
-    table = torch.from_numpy(np.append(targets[starts[page.rank] : starts[page.rank + 1]], 0))
-    read_table = np.empty(max(counts) + 1, dtype=np.int64)
-
-    def read(processes: Array, sources: Array) -> tuple[int, int]:
-        vector = page.vector_address
-        return gather_tables(
-            processes, sources, read_table, targets, sizes, starts, page.rank, vector
-        )
-
-    expected = [8 * (count + 1) for count in counts]
-    return Operation(
-        channel, sent=table, expected=expected, read=read, outcome=outcome or (lambda: table)
-    )

@@ -10,6 +10,7 @@ files; they are not read here. The process imports the stores and the protocol, 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import resource
@@ -72,7 +73,7 @@ class PeerServer:
         connections: open at a time.
 
     Raises:
-        ValueError: the address is not of this machine.
+        ValueError: the address is not of this machine, or means all of its interfaces.
         RuntimeError: the process does not start.
     """
 
@@ -86,6 +87,7 @@ class PeerServer:
         port: int = 0,
         connections: int = MOST_CONNECTIONS,
     ) -> None:
+        _check_host(host)
         # All that the process needs, as plain data; the stores' files are inherited.
         settings = {
             "host": host,
@@ -117,6 +119,22 @@ class PeerServer:
     def close(self) -> None:
         """End the process. Calling it again does nothing."""
         self._finalizer()
+
+
+def _check_host(host: str) -> None:
+    advice = "give the address of this node's interface to the other nodes"
+    try:
+        addresses = {
+            entry[4][0] for entry in socket.getaddrinfo(host or "", 0, type=socket.SOCK_STREAM)
+        }
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host!r}: {error}; {advice}") from error
+    if not host or any(
+        ipaddress.ip_address(str(address).partition("%")[0]).is_unspecified for address in addresses
+    ):
+        raise ValueError(
+            f"listening on {host!r} would be listening on every interface of this machine; {advice}"
+        )
 
 
 def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
